@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -194,6 +195,12 @@ def apart(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return types.FunctionType(code, call.__globals__, name, None, call.__closure__)
 
 
+def in_turn(call: Callable[[Any], Any], sets: Sequence[Any]) -> Call:
+    """A call that takes some sets of inputs in turn, so that caches do not hold the one that is next."""
+    left = itertools.cycle(sets)
+    return lambda: call(next(left))
+
+
 def compiled_only() -> AbstractContextManager[None]:
     """Inside, a call that would have to be compiled raises: what is timed was compiled before."""
     stance: AbstractContextManager[None] = torch.compiler.set_stance("fail_on_recompile")
@@ -267,6 +274,18 @@ def one_line(error: BaseException, length: int = 160) -> str:
     """An exception as one short line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:length]
+
+
+@contextlib.contextmanager
+def skipping(skipped: Json, name: str) -> Iterator[None]:
+    """What is raised inside is kept as the reason why `name` is skipped, unless the device is lost."""
+    try:
+        yield
+    except Exception as error:
+        if is_fatal(error):
+            raise
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        skipped[name] = "out of memory" if out_of_memory else one_line(error)
 
 
 def fresh_cache() -> AbstractContextManager[None]:

@@ -21,8 +21,8 @@ that are seen, once each, come from memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import inductor_fusions
 from bench import device_table, tuning
+from bench.attention.spellings import repeat_kv
 from bench.common import (
     Json,
     apart,
@@ -124,12 +125,6 @@ def as_mask(row: Row, seen: torch.Tensor) -> torch.Tensor:
     return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, low).bfloat16()
 
 
-def repeated(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """Hugging Face's `repeat_kv`."""
-    batch, heads, length, dim = x.shape
-    return x[:, :, None].expand(batch, heads, groups, length, dim).reshape(batch, -1, length, dim)
-
-
 def sdpa_calls(q: Any, k: Any, v: Any, mask: Any, device: str) -> dict[str, Callable[[], torch.Tensor]]:
     """SDPA in every form that runs."""
     sdpa, groups = torch.nn.functional.scaled_dot_product_attention, q.shape[1] // k.shape[1]
@@ -140,16 +135,14 @@ def sdpa_calls(q: Any, k: Any, v: Any, mask: Any, device: str) -> dict[str, Call
 
     wanted: dict[str, Callable[[], torch.Tensor]] = {"sdpa": lambda: call(None)}
     if groups > 1:
-        wanted["repeated"] = lambda: sdpa(q, repeated(k, groups), repeated(v, groups), mask)
+        wanted["repeated"] = lambda: sdpa(q, repeat_kv(k, groups), repeat_kv(v, groups), mask)
     for name, backend in BACKENDS.items() if device == "cuda" else ():
         wanted[name] = lambda backend=backend: call(backend)
     found = {}
     for name, each in wanted.items():
-        try:
+        with suppress(RuntimeError):  # no kernel, or no memory
             each()
-        except RuntimeError:  # no kernel, or no memory
-            continue
-        found[name] = each
+            found[name] = each
     return found
 
 
@@ -328,11 +321,12 @@ class Step:
             layer.cumulative_length.fill_(self.used - 1)
 
 
-def variants() -> Iterator[tuple[str, Json]]:
-    """Names, and the config of the package."""
-    yield "stock", {"enabled": False}
-    yield "sdpa", {"attention_kernel": "sdpa"}
-    yield "decode", {"attention_kernel": "decode"}
+#: What compiles a step: the config of the package.
+VARIANTS: dict[str, Json] = {
+    "stock": {"enabled": False},
+    "sdpa": {"attention_kernel": "sdpa"},
+    "decode": {"attention_kernel": "decode"},
+}
 
 
 def step(row: Row, device: str, quick: bool) -> Json:
@@ -342,7 +336,7 @@ def step(row: Row, device: str, quick: bool) -> Json:
     logits, sites = {}, {}
     torch._dynamo.reset()
     with torch.no_grad():
-        for name, settings in variants():
+        for name, settings in VARIANTS.items():
             inductor_fusions.clear()
             compiled = torch.compile(apart(made.run, name), mode="reduce-overhead")
             with config.patch(**settings), fresh_cache():

@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 
 from bench import docs_plots, docs_reliability, docs_tables, docs_whole_mlp, picture
-from bench.docs_distributed import distributed_section
 from bench.docs_linears import (
     interactions_section,
     lora_models_section,
@@ -40,7 +39,7 @@ from bench.docs_operations import (
     loss_section,
 )
 from bench.docs_pieces import NOTICE, Json, anchor, table
-from bench.docs_steps import generate_section, steps_section
+from bench.docs_steps import distributed_section, generate_section, steps_section
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- measured: begin (python -m bench.docs) -->"

@@ -2,65 +2,64 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import geometric_mean, median
 from typing import Any
 
 from bench import interactions
-from bench.compare import geometric_mean
 from bench.docs_pieces import (
     NONE,
     Columns,
     Json,
+    Rows,
     fixed,
     get,
+    grouped,
     listing,
     named,
     number,
-    opening,
+    of,
+    out_of_budget,
     quotient,
-    table,
+    section,
+    summary,
 )
+from bench.tuning_linears import gain
 from inductor_fusions.decisions.problems import MARGIN
 
 
 def projections_section(data: Json) -> str:
     """Summary of a file of bench.tune_projections."""
     rows: list[Json] = data["rows"]
-    parts = opening("Linears", data)
-    parts.append(
+    text = (
         f"{len(rows)} problems. A gain is the time of stock, the faster one of the default and max-autotune, "
         "over that of the best configuration of the grouped GEMM. `pays` counts gains of "
         f"{MARGIN:.2f} or more; the others are left to stock. `of the limit` is the time of the grouped GEMM "
         "over that of one product on weights that were concatenated beforehand (median)."
     )
-    groups: dict[str, list[Json]] = {}
-    for row in rows:
-        few = "up to 128 rows" if row["tokens"] <= 128 else "more than 128 rows"
-        groups.setdefault(f"{row['kind']}, {few}", []).append(row)
-    body = []
-    for name, group in sorted(groups.items()):
-        found = [value for row in group if (value := gain(row)) is not None]
-        limits = [value for row in group if (value := _over(row, "limit"))]
-        middle = statistics.median(found) if found else None
-        body.append(
-            (
-                name,
-                str(len(group)),
-                *(number(value, 2) for value in (min(found, default=None), middle, max(found, default=None))),
-                str(sum(value >= MARGIN for value in found)),
-                number(statistics.median(limits) if limits else None, 2),
-            )
-        )
-    columns = ("kind", "problems", "least gain", "median gain", "largest gain", "pays", "of the limit")
-    parts.append(table(columns, body))
-    parts.append(
+
+    def kind(row: Json) -> str:
+        return f"{row['kind']}, {'up to 128 rows' if row['tokens'] <= 128 else 'more than 128 rows'}"
+
+    columns = {
+        "problems": len, "least gain": of(min, gain), "median gain": of(median, gain),
+        "largest gain": of(max, gain), "pays": pays, "of the limit": of(median, over("limit")),
+    }  # fmt: skip
+    kinds = dict(sorted(grouped(rows, kind).items()))
+    bare = (
         "Linears on one input, gated pairs and linears with an activation, in microseconds. `bare` is the "
         "library's products alone, one for each weight and without the activation; `limit` one product on "
         "concatenated weights."
     )
-    forward = [row for row in rows if row["kind"] in ("shared_a", "gated", "linear")]
-    return "\n\n".join([*parts, details("problem", sorted(forward, key=_order), "limit", also=("bare",))])
+    forward = sorted((row for row in rows if row["kind"] in ("shared_a", "gated", "linear")), key=_order)
+    return section(
+        "Linears",
+        data,
+        text,
+        summary("kind", kinds, columns),
+        bare,
+        details(forward, "limit", also=("bare",)),
+    )
 
 
 def _order(row: Json) -> tuple[Any, ...]:
@@ -78,39 +77,41 @@ def best_time(row: Json) -> float | None:
     return get(row, "times_us", str(row.get("best")))
 
 
-def gain(row: Json) -> float | None:
-    """The time of stock over that of ours."""
-    stock, best = stock_time(row), best_time(row)
-    return stock / best if stock and best else None
+def pays(rows: Rows) -> int:
+    """How many rows are fused under the default policy."""
+    return sum(gain(row) >= MARGIN for row in rows)
+
+
+def over(limit: str) -> Callable[[Json], float | None]:
+    """The time of ours over that of a limit, of a row."""
+    return lambda row: quotient(row, str(row["best"]), limit) if row.get("best") else None
 
 
 def lora_section(data: Json) -> str:
     """Summary of a file of bench.tune_lora."""
     rows: list[Json] = data["rows"]
-    parts = opening("Linears with adapters", data)
-    parts.append(
+    text = (
         f"{len(rows)} problems: `forward` is the linear with its adapter, `backward` the gradient of its "
         "input, `step` both with the gradients of the adapter, and `gradient` one skinny GEMM over all "
         "tokens. Times are microseconds, `ours` of the fastest configuration; stock is the default of "
         "`torch.compile`, and max-autotune where it was measured. `frozen` is the linear without an adapter, "
         "on the library."
     )
-    groups: dict[str, list[Json]] = {}
-    for row in sorted(rows, key=_lora_group):
-        kind, dropped, few, rank, adapters = _lora_group(row)
-        dropout = " behind a dropout" if dropped else ""
+
+    def place(row: Json) -> tuple[Any, ...]:
+        return row["kind"], row["dropout"] > 0, row["tokens"] <= 64, row["rank"], row["adapters"]
+
+    def kind(row: Json) -> str:
+        name, dropped, few, rank, adapters = place(row)
         tokens = "up to 64 rows" if few else "more rows"
-        groups.setdefault(f"{kind}{dropout}, {tokens}, r = {rank}, {adapters} adapters", []).append(row)
-    parts += [summary("kind", "problems", groups, "frozen"), details("problem", rows, "frozen")]
-    return "\n\n".join(parts)
+        return f"{name}{' behind a dropout' * dropped}, {tokens}, r = {rank}, {adapters} adapters"
+
+    groups = grouped(sorted(rows, key=place), kind)
+    told = against_limit("kind", "problems", groups, "frozen")
+    return section("Linears with adapters", data, text, told, details(rows, "frozen"))
 
 
-def _lora_group(row: Json) -> tuple[str, bool, bool, int, str]:
-    """Kind, whether there is a dropout, whether it is few rows, rank and adapters."""
-    return row["kind"], row["dropout"] > 0, row["tokens"] <= 64, row["rank"], row["adapters"]
-
-
-def summary(what: str, count: str, groups: Mapping[str, Sequence[Json]], limit: str) -> str:
+def against_limit(what: str, count: str, groups: Mapping[str, Rows], limit: str) -> str:
     """A row for each group of rows: how many, what they gain, and their time over that of a limit.
 
     Args:
@@ -118,75 +119,54 @@ def summary(what: str, count: str, groups: Mapping[str, Sequence[Json]], limit: 
         groups: by name.
         limit: the variant that is one.
     """
-    columns = (what, count, "stock / ours, geometric mean", "least", f"ours / {limit}, geometric mean")
-    body = [
-        (
-            name,
-            str(len(group)),
-            number(_mean([gain(row) for row in group]), 2),
-            number(min((g for row in group if (g := gain(row))), default=None), 2),
-            number(_mean([_over(row, limit) for row in group]), 2),
-        )
-        for name, group in groups.items()
-    ]
-    return table(columns, body)
+    columns = {
+        count: len, "stock / ours, geometric mean": of(geometric_mean, gain), "least": of(min, gain),
+        f"ours / {limit}, geometric mean": of(geometric_mean, over(limit)),
+    }  # fmt: skip
+    return summary(what, groups, columns)
 
 
-def details(what: str, rows: Iterable[Json], limit: str, also: Sequence[str] = ()) -> str:
+def details(rows: Iterable[Json], limit: str, also: Sequence[str] = ()) -> str:
     """Each row: times of stock, of a limit and of ours in microseconds, and their quotients.
 
     Args:
-        what: head of the first column.
         rows: of a tuner.
         limit: the variant that is one.
         also: further variants, whose times are shown.
     """
     columns = {
-        what: lambda row: str(row["key"]),
+        **named("problem"),
         "stock": lambda row: number(stock_time(row), 1),
         **fixed("times_us", 1, {name: name for name in (*also, limit)}),
         "ours": lambda row: number(best_time(row), 1),
-        "stock / ours": lambda row: number(gain(row), 2),
-        f"ours / {limit}": lambda row: number(_over(row, limit), 2),
+        "stock / ours": lambda row: number(gain(row) or None, 2),
+        f"ours / {limit}": lambda row: number(over(limit)(row), 2),
     }
     return listing(rows, columns)
-
-
-def _over(row: Json, limit: str) -> float | None:
-    return quotient(row, str(row["best"]), limit) if row.get("best") else None
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    found = [value for value in values if value]
-    return geometric_mean(found) if found else None
 
 
 def lora_models_section(data: Json) -> str:
     """Every case of bench.models_lora."""
     rows: list[Json] = [row for row in data["rows"] if row.get("median_ms")]
-    parts = opening("Models with adapters", data)
-    parts.append(
+    text = (
         "PEFT's adapters of rank 16 on every linear, unless the case names another rank. `frozen` is the "
         "fused model without adapters, the limit at which they cost nothing. For inference, `no guards` is "
         "the time without Dynamo's guards, and `device` the time on the device alone."
     )
     names = ("stock", "fused", "frozen")
 
-    def over(title: str, clock: str) -> Columns:
+    def frozen(title: str, clock: str) -> Columns:
         return {f"fused / frozen{title}": lambda row: number(quotient(row, "fused", "frozen", clock), 2)}
 
     every = {
         **named("case", "name"),
         **fixed("median_ms", 3, {name: f"{name} ms" for name in names}),
         **fixed("ratio", 2, {"stock/fused": "stock / fused", "fused/frozen": "fused / frozen"}),
-        **over(", no guards", "unguarded_ms"),
-        **over(", device", "device_ms"),
+        **frozen(", no guards", "unguarded_ms"),
+        **frozen(", device", "device_ms"),
         **fixed("peak_gib", 2, {name: f"GiB {name}" for name in names}),
     }
-    parts.append(listing(rows, every))
-    wrong = [str(row["name"]) for row in rows if row.get("correct") is False]
-    parts.append(f"Out of the error budget: {'; '.join(wrong) or 'none'}.")
-    return "\n\n".join(parts)
+    return section("Models with adapters", data, text, listing(rows, every), out_of_budget(rows, "name"))
 
 
 def lora_summary(data: Json) -> str:
@@ -216,8 +196,7 @@ def interactions_section(title: str, data: Json) -> str:
         title: of the section.
         data: the file.
     """
-    parts = opening(title, data)
-    parts.append(
+    text = (
         "Microseconds, by the wall clock and, in brackets, on the device alone; MiB is the peak beyond "
         "weights and inputs. The gain is that over the better stock, by the worse one of both clocks: it "
         "decides whether the fusion is used."
@@ -235,7 +214,5 @@ def interactions_section(title: str, data: Json) -> str:
         "gain": lambda row: number(interactions.gain(row), 2),
         **fixed("peak_bytes", 0, {"stock": "MiB stock", "fused": "MiB fused"}, 2**20),
     }  # fmt: skip
-    parts.append(listing(data["rows"], every))
-    wrong = [str(row["key"]) for row in data["rows"] if not row["correct"]]
-    parts.append(f"Out of the error budget: {'; '.join(wrong) or 'none'}.")
-    return "\n\n".join(parts)
+    rows = data["rows"]
+    return section(title, data, text, listing(rows, every), out_of_budget(rows))

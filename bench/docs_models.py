@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from functools import partial
 from bench.compare import geometric_mean
 from bench.docs_pieces import (
     NONE,
+    Columns,
     Json,
     baseline,
     fixed,
@@ -17,8 +19,8 @@ from bench.docs_pieces import (
     listing,
     named,
     number,
-    opening,
     quotient,
+    section,
     table,
 )
 
@@ -62,13 +64,6 @@ def gain(row: Json) -> float | None:
 def gain_text(row: Json, fused: str = "fused") -> str:
     """The time of the better stock over that of fused, or of another variant, with its spread."""
     return ratio_text(row, baseline(row), fused)
-
-
-def device_text(row: Json) -> str:
-    """The gain on the device alone."""
-    found = [time for name in ("stock", "autotuned") if (time := get(row, "device_ms", name))]
-    fused = get(row, "device_ms", "fused")
-    return number(min(found) / fused if found and fused else None, 2)
 
 
 def ratio_text(row: Json, above: str, below: str) -> str:
@@ -164,35 +159,31 @@ def readme_table(data: Json) -> str:
     rows: list[Json] = data["rows"]
     by_name = {row["name"]: row for row in rows}
     chosen = [by_name[name] for name in README_CASES if name in by_name] or rows
-    body = [
-        (
-            str(row["name"]),
-            time_text(row, "stock"),
-            number(best_setting(row), 2),
-            time_text(row, "fused"),
-            number(over_best(row), 2),
-            gain_text(row),
-        )
-        for row in chosen
-    ]
+    columns: Columns = {
+        **named("case", "name"),
+        "stock ms": partial(time_text, variant="stock"),
+        "best stock setting ms": lambda row: number(best_setting(row), 2),
+        "fused ms": partial(time_text, variant="fused"),
+        "best setting / fused": lambda row: number(over_best(row), 2),
+        "stock / fused": gain_text,
+    }
+    body = [[cell(row) for cell in columns.values()] for row in chosen]
     for name, count, mean in means(rows):
         train = name == "training"
         both = [gained for row in rows if bool(row.get("train")) is train and (gained := over_best(row))]
-        best = f"{geometric_mean(both):.2f} ({len(both)} cases)" if both else NONE
+        best = f"{geometric_mean(both):.2f} ({len(both)} cases)" if both else None
         title = f"**all {count} {name} cases**, geometric mean"
-        body.append((title, NONE, NONE, NONE, best, f"**{mean:.2f}**"))
+        body.append([title, None, None, None, best, f"**{mean:.2f}**"])
     dtypes = ", ".join(sorted({str(row["dtype"]) for row in rows if row.get("dtype")}))
     text = f"{data.get('device', '?')}, torch {data.get('torch', '?')}, "
     text += f"transformers {data.get('transformers', '?')}, {dtypes}, {str(data.get('date', '?'))[:10]}. "
     text += "Whole Hugging Face models with random weights: stock `torch.compile`, and the same with the "
     text += "import. `eager` and `sdpa` are the model's `attn_implementation`; `padded`: the batch has a "
     text += "padding mask; `train`: a forward and a backward. The best stock setting is the fastest of the "
-    text += "case's own, `sdpa` and max-autotune that was measured; `-`: no other was measured.\n\n"
+    text += "case's own, `sdpa` and max-autotune that was measured; `-`: no other was measured."
     if any(get(row, "median_ms", "autotuned") for row in chosen):
-        text = f"{text.strip()} {BETTER}\n\n"
-    columns = ("case", "stock ms", "best stock setting ms", "fused ms")
-    columns += ("best setting / fused", "stock / fused")
-    return f"{text}{table(columns, body)}\n\n{tally(rows).partition(' The geometric')[0]}"
+        text = f"{text} {BETTER}"
+    return "\n\n".join([text, table(tuple(columns), body), tally(rows).partition(" The geometric")[0]])
 
 
 def summary(data: Json) -> str:
@@ -203,24 +194,21 @@ def summary(data: Json) -> str:
 def models_section(data: Json) -> str:
     """Every case of a file of bench.models."""
     rows: list[Json] = data["rows"]
-    what = (
-        "Whole models with adapters"
-        if any("frozen" in (row.get("median_ms") or {}) for row in rows)
-        else "Whole models"
-    )
-    parts = [*opening(what, data), tally(rows)]
-    single = [len(compiles) < 2 for compiles in _compiles(rows)]
+    adapters = any("frozen" in (row.get("median_ms") or {}) for row in rows)
+    parts = [tally(rows)]
+    compiles = [times for row in rows if (times := (row.get("compiles_s") or {}).get("fused"))]
+    single = [len(times) < 2 for times in compiles]
     if any(single):
         who = "Each case was" if all(single) else "Some cases were"
         parts[-1] += f" {who} compiled once, so its compile time is a single measurement."
-    parts += ["### Time", _times(rows), "### Memory and compile time", _resources(rows)]
-    parts += ["### Error against float64", _errors(rows), "### Where it loses or ties", _losses(rows)]
-    parts += ["### Sites left to stock, and rejected", _left(rows), "### What was emitted", _emitted(rows)]
-    return "\n\n".join(parts)
-
-
-def _compiles(rows: Sequence[Json]) -> list[list[float]]:
-    return [times for row in rows for times in [(row.get("compiles_s") or {}).get("fused")] if times]
+    told = {
+        "Time": _times, "Memory and compile time": _resources, "Error against float64": _errors,
+        "Where it loses or ties": _losses, "Sites left to stock, and rejected": _left,
+        "What was emitted": _emitted,
+    }  # fmt: skip
+    for title, tell in told.items():
+        parts += [f"### {title}", tell(rows)]
+    return section("Whole models with adapters" if adapters else "Whole models", data, *parts)
 
 
 def _times(rows: Sequence[Json]) -> str:
@@ -232,7 +220,9 @@ def _times(rows: Sequence[Json]) -> str:
         "stock / fused autotuned": partial(gain_text, fused="fused_autotuned"),
     }
     columns |= fixed("device_ms", 2, {"stock": "stock ms, device", "fused": "fused ms, device"})
-    columns["stock / fused, device"] = device_text
+    columns["stock / fused, device"] = lambda row: number(
+        quotient(row, baseline(row, "device_ms"), "fused", "device_ms"), 2
+    )
     for name, title in {**OTHERS, "frozen": "frozen"}.items():
         columns[f"{title} ms"] = partial(time_text, variant=name)
         columns[f"fused / {title}"] = partial(ratio_text, above="fused", below=name)
@@ -250,21 +240,20 @@ def _resources(rows: Sequence[Json]) -> str:
 
 
 def _errors(rows: Sequence[Json]) -> str:
-    def text(row: Json, variant: str, which: str) -> str:
-        value = error(row, variant, which)
-        return NONE if value is None else f"{value:.4f}"
-
     kinds = {"out": "output", "grad": "gradients", "worst_grad": "worst gradient", "tables_grad": "tables"}
     words = {True: "yes", False: "no", None: "not compared"}
-    columns = {
-        **named("case", "name"),
-        **{
-            f"{kind}, {name.replace('_', ' ')}": partial(text, variant=name, which=which)
-            for which, kind in kinds.items()
-            for name in TITLES
-        },
-        "within budget": lambda row: words[row.get("correct")],
-    }
+
+    def column(which: str, kind: str, name: str) -> Columns:
+        def cell(row: Json) -> str | None:
+            value = error(row, name, which)
+            return None if value is None else f"{value:.4f}"  # NaN is no dash
+
+        return {f"{kind}, {name.replace('_', ' ')}": cell}
+
+    columns: Columns = named("case", "name")
+    for (which, kind), name in itertools.product(kinds.items(), TITLES):
+        columns = {**columns, **column(which, kind, name)}
+    columns = {**columns, "within budget": lambda row: words[row.get("correct")]}
     note = f"""
         An error is the norm of the difference from the float64 result, divided by the norm of that result.
         `gradients` is the error of the gradients of all parameters as one vector. `worst gradient` is the
@@ -278,12 +267,18 @@ def _errors(rows: Sequence[Json]) -> str:
 
 
 def _losses(rows: Sequence[Json]) -> str:
+    def behind(ours: str, other: str) -> Callable[[Json], str | None]:
+        """The quotient of two variants where the first one is slower."""
+        return lambda row: (
+            ratio_text(row, ours, other) if (ratio(row, ours, other) or 0) > 1 + LEVEL else None
+        )
+
     lines: list[str] = []
     tests: list[tuple[str, Callable[[Json], str | None]]] = [
         ("Slower than stock", lambda r: gain_text(r) if verdict(r) == "slower" else None),
         ("Level with stock", lambda r: gain_text(r) if verdict(r) == "level" else None),
-        ("Slower than attention written by hand (fused / by hand)", lambda r: _behind(r, "limit")),
-        ("Slower than the model's own sdpa path (fused / sdpa path)", lambda r: _behind(r, "sdpa")),
+        ("Slower than attention written by hand (fused / by hand)", behind("fused", "limit")),
+        ("Slower than the model's own sdpa path (fused / sdpa path)", behind("fused", "sdpa")),
         ("Takes more memory than stock (GiB)", lambda r: _more(r, "peak_gib", 2)),
         ("Takes longer to compile than stock (s)", lambda r: _more(r, "compile_s", 1)),
         ("Error out of budget", lambda r: "output or gradients" if r.get("correct") is False else None),
@@ -292,7 +287,8 @@ def _losses(rows: Sequence[Json]) -> str:
         ("A variant failed", _failed),
     ]
     if any(ratio(row, "fused_autotuned", "autotuned") for row in rows):
-        tests.insert(2, ("Slower than stock where both are autotuned (fused / stock)", _behind_autotuned))
+        both = "Slower than stock where both are autotuned (fused / stock)"
+        tests.insert(2, (both, behind("fused_autotuned", "autotuned")))
     for title, test in tests:
         found = [(str(row["name"]), text) for row in rows if (text := test(row)) is not None]
         said = "; ".join(f"{name} ({text})" for name, text in found) or "none"
@@ -307,16 +303,6 @@ def _failed(row: Json) -> str | None:
     found: Mapping[str, str] = row.get("failed") or {}
     short = {n: "out of memory" if "out of memory" in text else text for n, text in found.items()}
     return ", ".join(f"{name}: {text}" for name, text in short.items()) or None
-
-
-def _behind(row: Json, other: str) -> str | None:
-    value = ratio(row, "fused", other)
-    return ratio_text(row, "fused", other) if value is not None and value > 1 + LEVEL else None
-
-
-def _behind_autotuned(row: Json) -> str | None:
-    value = ratio(row, "fused_autotuned", "autotuned")
-    return ratio_text(row, "fused_autotuned", "autotuned") if value and value > 1 + LEVEL else None
 
 
 def _more(row: Json, name: str, digits: int) -> str | None:
@@ -340,16 +326,16 @@ def _left(rows: Sequence[Json]) -> str:
     for row in rows:
         for text, count in not_fused(row).items():
             _, what, reason = (*text.split(": ", 2), "", "")[:3]
-            body.append((f"{row['name']}: {reason}", what, str(count)))
+            body.append((f"{row['name']}: {reason}", what, count))
     return table(("case and reason", "verdict", "sites"), body) if body else "None: every site was fused."
 
 
 def _emitted(rows: Sequence[Json]) -> str:
-    body = []
-    for row in rows:
-        what: Mapping[str, int] = (row.get("sites") or {}).get("what") or {}
-        for text, count in what.items():
-            if ": fused: " in text:
-                body.append((f"{row['name']}: {text.split(': fused: ', 1)[1]}", str(count)))
+    body = [
+        (f"{row['name']}: {text.split(': fused: ', 1)[1]}", count)
+        for row in rows
+        for text, count in ((row.get("sites") or {}).get("what") or {}).items()
+        if ": fused: " in text
+    ]
     note = "A speedup in this table is the prediction of the device's table for the attention alone."
     return note + "\n\n" + table(("case and kernel", "sites"), body) if body else "Nothing."

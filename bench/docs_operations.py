@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
-from collections.abc import Sequence
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 
 from bench.compare import means, noise
 from bench.device_table import gains
-from bench.docs_pieces import NONE, Json, fixed, get, listing, named, number, opening, quotient, table
+from bench.docs_pieces import (
+    NONE,
+    Json,
+    Rows,
+    fixed,
+    get,
+    grouped,
+    listing,
+    named,
+    number,
+    of,
+    quotient,
+    section,
+    summary,
+    table,
+)
 from inductor_fusions.decisions.problems import MARGIN
 
 GIB = 1 << 30
@@ -18,16 +31,9 @@ GIB = 1 << 30
 def bench_section(data: Json) -> str:
     """Every case of a results file of `inductor_fusions bench`."""
     rows = [row for row in data["rows"] if row.get("median_ms")]
-    parts = opening("Operations and blocks", data)
     columns = ("suite", "cases", "geometric mean", "below 1.0", "by more than noise")
-    body = [
-        (mean.kind, str(mean.cases), number(mean.mean, 3), str(mean.below), str(mean.clearly))
-        for mean in means(rows)
-    ]
-    parts += [
-        "Stock over fused; of short calls the worse one of wall time and time on the device.",
-        table(columns, body),
-    ]
+    body = [(mean.kind, mean.cases, number(mean.mean, 3), mean.below, mean.clearly) for mean in means(rows)]
+    said = "Stock over fused; of short calls the worse one of wall time and time on the device."
 
     def sites(row: Json) -> str:
         found = row.get("sites") or {}
@@ -43,24 +49,25 @@ def bench_section(data: Json) -> str:
         **fixed("device_ms", 3, {"stock": "stock ms, device", "fused": "fused ms, device"}),
         "stock / fused": ratio,
     }  # fmt: skip
-    return "\n\n".join([*parts, listing(rows, every)])
+    return section("Operations and blocks", data, said, table(columns, body), listing(rows, every))
 
 
 # Attention -----------------------------------------------------------------------------------------------
 
-MASKS = (
-    ("none", "no mask"),
-    ("causal", "causal"),
-    ("pad", "padding, `[B, 1, 1, K]`"),
-    ("bias_batch", "additive, `[B, 1, Q, K]`"),
-    ("bool4d", "boolean, `[B, 1, Q, K]`"),
-    ("bias", "bias, `[1, H, Q, K]`"),
-    ("bias_grad", "bias with a gradient, `[1, H, Q, K]`"),
-    ("bias_full", "bias, `[B, H, Q, K]`"),
-    ("full_grad", "bias with a gradient, `[B, H, Q, K]`"),
-    ("alibi", "ALiBi and padding (BLOOM)"),
-    ("window", "bias and window mask (Swin)"),
-)
+#: In words; in the order of the table, which has others behind these.
+MASKS = {
+    "none": "no mask",
+    "causal": "causal",
+    "pad": "padding, `[B, 1, 1, K]`",
+    "bias_batch": "additive, `[B, 1, Q, K]`",
+    "bool4d": "boolean, `[B, 1, Q, K]`",
+    "bias": "bias, `[1, H, Q, K]`",
+    "bias_grad": "bias with a gradient, `[1, H, Q, K]`",
+    "bias_full": "bias, `[B, H, Q, K]`",
+    "full_grad": "bias with a gradient, `[B, H, Q, K]`",
+    "alibi": "ALiBi and padding (BLOOM)",
+    "window": "bias and window mask (Swin)",
+}
 
 
 def attention_section(data: Json) -> str:
@@ -84,43 +91,39 @@ def attention_section(data: Json) -> str:
         **named("shape"), **fixed("times_us", 1, {"unfused": "stock", **times}),
         "best gain": lambda row: number(max(gains(row).values(), default=None), 2),
     }  # fmt: skip
-    return "\n\n".join([*opening("Attention alone", data), text, _kernels(rows), said, listing(rows, every)])
+    return section("Attention alone", data, text, _kernels(rows), said, listing(rows, every))
 
 
-def _kernels(rows: Sequence[Json]) -> str:
-    body = []
-    dtypes = sorted({str(row["dtype"]) for row in rows}, key=lambda d: (d != "bfloat16", d))
-    titles = dict(MASKS)
-    masks = [*titles, *sorted({str(row["mask"]) for row in rows} - set(titles))]
-    for dtype in dtypes:
-        for mask in masks:
-            for train in (False, True):
-                group = [r for r in rows if (r["dtype"], r["mask"], r["train"]) == (dtype, mask, train)]
-                if group:
-                    kind = f"{titles.get(mask, mask)}, {'training' if train else 'inference'}, {dtype}"
-                    body.append((kind, *_kernel_row(group)))
-    columns = ("mask", "shapes", "least gain", "median gain", "largest gain", "none pays", "memory")
-    return table((*columns, "shapes by backend"), body)
+def _kernels(rows: Rows) -> str:
+    order = list(MASKS)
 
+    def place(row: Json) -> tuple[bool, str, int, str, bool]:
+        dtype, mask = row["dtype"], row["mask"]
+        known = order.index(mask) if mask in MASKS else len(order)
+        return dtype != "bfloat16", dtype, known, mask, row["train"]
 
-def _kernel_row(group: Sequence[Json]) -> tuple[str, ...]:
-    best = [max(gains(row).values(), default=0.0) for row in group]
-    known = [gain for gain in best if gain > 0]
-    memory = [value for row in group if (value := quotient(row, "sdpa", "unfused", "peak_mib")) is not None]
-    backends = Counter(
-        name.removeprefix("_scaled_dot_product_").replace("_attention", "").replace("_for_cpu", "")
-        for row in group
-        for name in (row.get("kernels") or {}).get("sdpa", ())[:1]
-    )
-    return (
-        str(len(group)),
-        number(min(known, default=None), 2),
-        number(statistics.median(known) if known else None, 2),
-        number(max(known, default=None), 2),
-        str(sum(gain < MARGIN for gain in best)),
-        number(statistics.median(memory) if memory else None, 2),
-        ", ".join(f"{name} {count}" for name, count in backends.most_common()) or NONE,
-    )
+    def kind(row: Json) -> str:
+        mask = MASKS.get(row["mask"], row["mask"])
+        return f"{mask}, {'training' if row['train'] else 'inference'}, {row['dtype']}"
+
+    def best(row: Json) -> float:
+        return max(gains(row).values(), default=0.0)
+
+    def backends(group: Rows) -> str:
+        chosen = Counter(
+            name.removeprefix("_scaled_dot_product_").replace("_attention", "").replace("_for_cpu", "")
+            for row in group
+            for name in (row.get("kernels") or {}).get("sdpa", ())[:1]
+        )
+        return ", ".join(f"{name} {count}" for name, count in chosen.most_common()) or NONE
+
+    columns = {
+        "shapes": len, "least gain": of(min, best), "median gain": of(median, best),
+        "largest gain": of(max, best), "none pays": lambda group: sum(best(row) < MARGIN for row in group),
+        "memory": of(median, lambda row: quotient(row, "sdpa", "unfused", "peak_mib")),
+        "shapes by backend": backends,
+    }  # fmt: skip
+    return summary("mask", grouped(sorted(rows, key=place), kind), columns)
 
 
 def flex_section(data: Json) -> str:
@@ -140,7 +143,7 @@ def flex_section(data: Json) -> str:
     }
     left = [f"{row['key']}: {n} ({why})" for row in rows for n, why in (row.get("wrong") or {}).items()]
     said = f"Out of the error budget: {'; '.join(left) or 'none'}."
-    return "\n\n".join([*opening("Flex attention", data), text, listing(rows, every), said])
+    return section("Flex attention", data, text, listing(rows, every), said)
 
 
 def decoding_section(data: Json) -> str:
@@ -152,8 +155,7 @@ def decoding_section(data: Json) -> str:
         for row in rows
     ]
     gains, full = ([row[when]["gain"] for row in rows] for when in ("now", "then"))
-    parts = opening("Attention of one token to a cache", data)
-    parts.append(
+    text = (
         "Microseconds on the device, bfloat16. Names are those of heads, batch, length of the cache, and "
         "how many of its keys are seen. SDPA is the fastest of its forms. `tiles` finds what the mask "
         "shows, once for all layers. The limit is the time in which the keys and values that are seen "
@@ -167,15 +169,15 @@ def decoding_section(data: Json) -> str:
         **fixed("then", 1, {"best": "SDPA, full", "decode": "ours, full"}),
         **fixed("then", 2, {"gain": "SDPA / ours, full"}),
     }  # fmt: skip
-    parts.append(listing(rows, every))
+    parts = [text, listing(rows, every)]
     if steps := [row for row in data["rows"] if row["kind"] == "step"]:
-        parts.append(
-            "A whole step of a Llama of 8 layers with the widths of Llama-8B, a static cache and reduce- "
-            "overhead, in ms: stock, the package with SDPA, and with this kernel."
-        )
         times = fixed("times_us", 2, {"stock": "stock", "sdpa": "SDPA", "decode": "ours"}, 1e3)
-        parts.append(listing(steps, {**named("step"), **times}))
-    return "\n\n".join(parts)
+        parts += [
+            "A whole step of a Llama of 8 layers with the widths of Llama-8B, a static cache and reduce- "
+            "overhead, in ms: stock, the package with SDPA, and with this kernel.",
+            listing(steps, {**named("step"), **times}),
+        ]
+    return section("Attention of one token to a cache", data, *parts)
 
 
 def _with_best(times: dict[str, float]) -> dict[str, float]:
@@ -199,11 +201,11 @@ def guards_section(data: Json) -> str:
     every = {
         **named("model", "model"),
         "filter": lambda row: row["filter"] or "none",
-        "guards": lambda row: str(row["kept"]),
+        **named("guards", "kept"),
         "with": lambda row: f"{row['guarded_us']:.0f}",
         "without": lambda row: f"{row['unguarded_us']:.0f}",
     }
-    return "\n\n".join([*opening("Guards of a call", data), text, listing(data["rows"], every)])
+    return section("Guards of a call", data, text, listing(data["rows"], every))
 
 
 def loss_section(data: Json) -> str:
@@ -221,4 +223,4 @@ def loss_section(data: Json) -> str:
         "stock error": lambda row: f"{row['error']['stock']:.1e}",
         "fused error": lambda row: f"{row['error']['fused']:.1e}",
     }
-    return "\n\n".join([*opening("The loss head", data), text, listing(data["rows"], every)])
+    return section("The loss head", data, text, listing(data["rows"], every))

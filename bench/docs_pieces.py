@@ -18,10 +18,15 @@ def number(value: float | None, digits: int) -> str:
     return NONE if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def shown(value: Any) -> str:
+    """A cell: text, a count, or a dash for None."""
+    return NONE if value is None else str(value)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table: the first column to the left, the others to the right. Columns that hold nothing
     are left out."""
-    body = [list(row) for row in rows]
+    body = [[shown(cell) for cell in row] for row in rows]
     assert all(len(row) == len(columns) for row in body), columns
     kept = [i for i in range(len(columns)) if i == 0 or any(row[i] != NONE for row in body)]
     lines = [[columns[i] for i in kept], ["---" if i == 0 else "---:" for i in kept]]
@@ -30,7 +35,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 #: Titles, and what a row has under them.
-Columns = Mapping[str, Callable[[Json], str]]
+Columns = Mapping[str, Callable[[Json], Any]]
 
 
 def listing(rows: Iterable[Json], columns: Columns) -> str:
@@ -40,7 +45,7 @@ def listing(rows: Iterable[Json], columns: Columns) -> str:
 
 def named(title: str, column: str = "key") -> Columns:
     """The column of the names of rows."""
-    return {title: lambda row: str(row[column])}
+    return {title: lambda row: row[column]}
 
 
 def fixed(group: str, digits: int, titles: Mapping[str, str], scale: float = 1.0) -> Columns:
@@ -50,6 +55,45 @@ def fixed(group: str, digits: int, titles: Mapping[str, str], scale: float = 1.0
         return lambda row: number(None if (x := get(row, group, name)) is None else x / scale, digits)
 
     return {title: cell(name) for name, title in titles.items()}
+
+
+Rows = Sequence[Json]
+
+
+def grouped(rows: Iterable[Json], name: Callable[[Json], Any]) -> dict[Any, list[Json]]:
+    """Rows by name, in the order of the first of each."""
+    found: dict[Any, list[Json]] = {}
+    for row in rows:
+        found.setdefault(name(row), []).append(row)
+    return found
+
+
+def summary(title: str, groups: Mapping[Any, Rows], columns: Mapping[str, Callable[[Rows], Any]]) -> str:
+    """A table with a line for each group of rows: its name under `title`, and what the columns say of it."""
+    body = ([name, *(cell(rows) for cell in columns.values())] for name, rows in groups.items())
+    return table((title, *columns), body)
+
+
+def of(
+    statistic: Callable[[Sequence[float]], float | None], value: Callable[[Json], float | None]
+) -> Callable[[Rows], str]:
+    """A column of `summary`: a statistic, such as the median, of what is known of the rows of a group."""
+
+    def cell(rows: Rows) -> str:
+        found = [x for row in rows if (x := value(row))]
+        return number(statistic(found) if found else None, 2)
+
+    return cell
+
+
+def total(column: str) -> Callable[[Rows], Any]:
+    """A column of `summary`: the sum of a column of the rows."""
+    return lambda rows: sum(row.get(column, 0) for row in rows)
+
+
+def folded(title: str, *parts: str) -> str:
+    """Parts that a reader opens."""
+    return "\n\n".join([f"<details><summary>{title}</summary>", *parts, "</details>"])
 
 
 def header(data: Json) -> str:
@@ -87,9 +131,15 @@ def anchor(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-def opening(title: str, data: Json) -> list[str]:
-    """The heading of a section about a results file, and where it was measured."""
-    return [f"## {title}, {data.get('device', '?')}", header(data)]
+def section(title: str, data: Json, *parts: str) -> str:
+    """A section about a file of results: heading, where it was measured, and its parts that are not ""."""
+    return "\n\n".join([f"## {title}, {data.get('device', '?')}", header(data), *filter(None, parts)])
+
+
+def out_of_budget(rows: Iterable[Json], column: str = "key") -> str:
+    """One sentence that names the rows which are not correct."""
+    wrong = [str(row[column]) for row in rows if row.get("correct") is False]
+    return f"Out of the error budget: {'; '.join(wrong) or 'none'}."
 
 
 def get(row: Json, table_name: str, name: str) -> float | None:
@@ -98,10 +148,10 @@ def get(row: Json, table_name: str, name: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def baseline(row: Json) -> str:
+def baseline(row: Json, times: str = "median_ms") -> str:
     """The variant that a whole model's gain is stated against: the faster one of stock and stock under
     max-autotune, where both were measured."""
-    found = {name: time for name in ("stock", "autotuned") if (time := get(row, "median_ms", name))}
+    found = {name: time for name in ("stock", "autotuned") if (time := get(row, times, name))}
     return min(found, key=found.__getitem__, default="stock")
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
-from bench.docs_pieces import Json, table
+from bench.docs_pieces import Json, Rows, folded, grouped, summary, table, total
 
-DTYPES = ("bfloat16", "float16", "float32", "own")
+DTYPES = ("bfloat16", "float16", "float32")
 #: Folder or file of tests -> what its programs are, the first that fits.
 SOURCES = {
     "tests/counterexamples/test_mutants": "mutants",
@@ -31,51 +32,46 @@ def source(file: str) -> str:
 
 def judged(data: Json) -> str:
     """How many were judged, by source and dtype, and each that failed."""
-    rows = data["rows"]
-    counts, wrong, failed, left = Counter[tuple[str, str]](), Counter[str](), Counter[str](), Counter[str]()
-    for row in rows:
-        kind = source(row["file"])
-        for how, count in row.get("judged", {}).items():
-            counts[kind, how.partition(" ")[0]] += count
-            counts[kind, how.partition(" ")[2]] += count
-        wrong[kind] += len(row.get("stock_wrong", ()))
-        failed[kind] += len(row.get("failures", ()))
-        left[kind] += sum(row.get("left", {}).values())
-    kinds = [kind for kind in dict.fromkeys(SOURCES.values()) if any(k == kind for k, _ in counts)]
-    body = []
-    for kind in kinds:
-        numbers = [counts[kind, name] for name in (*DTYPES, "training", "inference")]
-        body.append((kind, *map(str, [*numbers, left[kind], wrong[kind], failed[kind]])))
-    names = (
-        *DTYPES[:-1],
-        "as in the test",
-        "training",
-        "inference",
-        "not judged",
-        "wrong in stock",
-        "failed",
-    )
-    total = sum(counts[kind, mode] for kind in kinds for mode in ("training", "inference"))
-    fused, draws = (sum(row.get(name, 0) for row in rows) for name in ("fused", "draws"))
-    seeds, hours = len({row["seed"] for row in rows}), sum(row["seconds"] for row in rows) / 3600
+    rows: list[Json] = data["rows"]
+    order = list(dict.fromkeys(SOURCES.values()))
+    kinds = grouped(rows, lambda row: source(row["file"]))
+
+    def how(name: str) -> Callable[[Rows], int]:
+        """Those of a dtype or a mode: what was judged is counted by both, as "bfloat16 training"."""
+        return lambda rows: sum(
+            count for row in rows for what, count in row.get("judged", {}).items() if name in what.split()
+        )
+
+    def listed(column: str) -> Callable[[Rows], int]:
+        return lambda rows: sum(len(row.get(column, ())) for row in rows)
+
+    columns = {
+        **{name: how(name) for name in DTYPES}, "as in the test": how("own"),
+        "training": how("training"), "inference": how("inference"),
+        "not judged": lambda rows: sum(sum(row.get("left", {}).values()) for row in rows),
+        "wrong in stock": listed("stock_wrong"), "failed": listed("failures"),
+    }  # fmt: skip
+    known = {kind: kinds[kind] for kind in order if any(row.get("judged") for row in kinds.get(kind, ()))}
+    count = how("training")(rows) + how("inference")(rows)
+    seeds, hours = len({row["seed"] for row in rows}), total("seconds")(rows) / 3600
     said = (
-        f"{total} programs were judged in {seeds} {'orders' if seeds > 1 else 'order'} and {hours:.1f} "
-        f"process hours: {fused} had at least one fused site, {sum(failed.values())} failed. {draws} draw "
-        "random numbers: only their shapes, strides and whether values are finite were compared."
+        f"{count} programs were judged in {seeds} {'orders' if seeds > 1 else 'order'} and {hours:.1f} "
+        f"process hours: {total('fused')(rows)} had at least one fused site, {listed('failures')(rows)} "
+        f"failed. {total('draws')(rows)} draw random numbers: only their shapes, strides and whether values "
+        "are finite were compared."
     )
-    parts = [said, table(("programs", *names), body), _failures(rows)]
+    parts = [said, summary("programs", known, columns), _failures(rows)]
     why = Counter[str]()
     for row in rows:
         why.update({_short(reason): count for reason, count in row.get("left", {}).items()})
     if why:
-        told = table(("reason", "programs"), [(w, str(c)) for w, c in why.most_common(12)])
-        parts.append(f"<details><summary>Not judged</summary>\n\n{told}\n\n</details>")
-    return "\n\n".join(part for part in parts if part)
+        parts.append(folded("Not judged", table(("reason", "programs"), why.most_common(12))))
+    return "\n\n".join(filter(None, parts))
 
 
-def _failures(rows: list[Json]) -> str:
+def _failures(rows: Rows) -> str:
     body = [
-        (f"`{failure['name']}`", f"{failure['dtype']} {failure['mode']}", str(row["seed"]))
+        (f"`{failure['name']}`", f"{failure['dtype']} {failure['mode']}", row["seed"])
         + (_short(failure["what"]), failure.get("alone", "not run"))
         for row in rows
         for failure in row.get("failures", ())

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from bench import docs_plots, docs_programs
 from bench.curves import judge
-from bench.docs_pieces import NONE, Json, header, number, table
+from bench.docs_pieces import (
+    Json,
+    Rows,
+    folded,
+    grouped,
+    header,
+    listing,
+    named,
+    number,
+    summary,
+    table,
+    total,
+)
 
 #: The report of `python -m tests.fuzz --json`; those of other devices are named likewise.
 REPORT = "fuzz_cpu.json"
@@ -72,78 +85,100 @@ def _made(path: Path, told: Callable[[Json], str]) -> str:
 
 def watched(data: Json) -> str:
     """What each tool found."""
-    body = []
-    for tool in dict.fromkeys(row["tool"] for row in data["rows"]):
-        rows = [row for row in data["rows"] if row["tool"] == tool]
-        found = [f"`{row['template']}`" for row in rows if not row["clean"]]
-        body.append((tool, str(len(rows)), str(len(rows) - len(found)), ", ".join(found) or "none"))
-    return table(("tool", "kernel templates", "clean", "not clean"), body)
+
+    def unclean(rows: Rows) -> str:
+        return ", ".join(f"`{row['template']}`" for row in rows if not row["clean"]) or "none"
+
+    columns = {"kernel templates": len, "clean": total("clean"), "not clean": unclean}
+    return summary("tool", grouped(data["rows"], lambda row: row["tool"]), columns)
+
+
+def _survey(title: str, groups: Mapping[str, Rows], left: str) -> str:
+    """What became of models that were surveyed, and of the attentions of those that are right."""
+
+    def state(name: str) -> Callable[[Rows], int]:
+        return lambda rows: sum(row["state"] == name for row in rows)
+
+    def attentions(value: Callable[[Json], int]) -> Callable[[Rows], int]:
+        return lambda rows: sum(value(row) for row in rows if row["state"] == "right")
+
+    columns = {
+        "correct": state("right"), "wrong": state("wrong"), "not built": state("not made"),
+        "attentions fused": attentions(lambda row: row["fused"].get("attention", 0)),
+        "left unfused": attentions(lambda row: sum(row[left].values())),
+    }  # fmt: skip
+    return summary(title, groups, columns)
+
+
+def _examples(rows: Rows) -> str:
+    return ", ".join(f"`{row['name']}`" for row in rows[:4])
 
 
 def architectures(data: Json) -> str:
     """How many are right, and what was left of them, with the models that have it."""
-    body, reasons = [], dict[tuple[str, str], list[str]]()
-    for attention, train in dict.fromkeys((row["attention"], row["train"]) for row in data["rows"]):
-        rows = [r for r in data["rows"] if (r["attention"], r["train"]) == (attention, train)]
-        states = Counter(row["state"] for row in rows)
-        made = [row for row in rows if row["state"] == "right"]
-        fused = sum(row["fused"].get("attention", 0) for row in made)
-        left = sum(sum(row["left"].values()) for row in made)
-        counts = [states["right"], states["wrong"], states["not made"], fused, left]
-        body.append((f"{attention}{', training' if train else ''}", *map(str, counts)))
-        for row in made:
-            for reason in row["left"]:
-                reasons.setdefault((attention, reason), []).append(row["name"])
-    names = ("attention", "correct", "wrong", "not built", "attentions fused", "left unfused")
-    told = [
-        (attention, reason, str(len(models)), ", ".join(f"`{m}`" for m in models[:4]))
-        for (attention, reason), models in sorted(reasons.items(), key=lambda item: -len(item[1]))[:MOST]
-    ]
-    why = table(("attention", "reason", "models", "examples"), told)
-    summary = f"Why: the {len(told)} reasons of most models"
-    folded = f"<details><summary>{summary}</summary>\n\n{why}\n\n</details>"
-    return "\n\n".join([table(names, body), folded])
+    rows: list[Json] = data["rows"]
+    kinds = grouped(rows, lambda row: f"{row['attention']}{', training' if row['train'] else ''}")
+    having: dict[tuple[str, str], list[Json]] = {}
+    for row in rows:
+        for reason in row["left"] if row["state"] == "right" else ():
+            having.setdefault((row["attention"], reason), []).append(row)
+    most = sorted(having.items(), key=lambda item: -len(item[1]))[:MOST]
+    why = table(
+        ("attention", "reason", "models", "examples"),
+        [(*names, len(models), _examples(models)) for names, models in most],
+    )
+    summary = f"Why: the {len(most)} reasons of most models"
+    return "\n\n".join([_survey("attention", kinds, "left"), folded(summary, why)])
 
 
 def libraries(data: Json) -> str:
     """How many models of each library are right, and the sites that are left by the code of their reason."""
-    body, told = [], []
-    for library, train in dict.fromkeys((row["library"], row["train"]) for row in data["rows"]):
-        rows = [row for row in data["rows"] if (row["library"], row["train"]) == (library, train)]
-        states = Counter(row["state"] for row in rows)
-        fused, left, such = Counter[str](), Counter[str](), dict[str, list[str]]()
+
+    def kind(row: Json) -> str:
+        name = f"{row['library']} {data['libraries'].get(row['library'], '')}".strip()
+        return name + (", training" if row["train"] else "")
+
+    kinds, why = grouped(data["rows"], kind), []
+    for name, rows in kinds.items():
+        left = Counter[str]()
         for row in rows:
-            fused.update(row.get("fused", {}))
             left.update(row.get("codes", {}))
-            for code in row.get("codes", {}):
-                such.setdefault(code, []).append(f"`{row['name']}`")
-        name = f"{library} {data['libraries'].get(library, '')}".strip() + (", training" if train else "")
-        counts = [states["right"], states["wrong"], states["not made"], fused["attention"], left.total()]
-        body.append((name, *map(str, counts)))
-        told += [(name, code, str(n), ", ".join(such[code][:4])) for code, n in left.most_common()]
-    names = ("library", "correct", "wrong", "not built", "attentions fused", "left unfused")
-    codes = table(("library", "reason", "sites", "examples"), told)
+        for code, sites in left.most_common():
+            having = [row for row in rows if code in row.get("codes", {})]
+            why.append((name, code, sites, _examples(having)))
+    codes = table(("library", "reason", "sites", "examples"), why)
     said = "[reasons.md](reasons.md) lists the codes."
-    folded = f"<details><summary>Why</summary>\n\n{said}\n\n{codes}\n\n</details>"
-    return "\n\n".join([table(names, body), folded])
+    return "\n\n".join([_survey("library", kinds, "codes"), folded("Why", said, codes)])
 
 
 def convergence(data: Json) -> str:
     """The verdict of the criterion on each model."""
     rows, window = data["rows"], int(data["window"])
     verdicts = {found["model"]: found for found in judge(rows, window)}
-    body = []
-    for model in sorted({str(row["model"]) for row in rows}):
-        own = [row for row in rows if row["model"] == model]
-        pair = [next((row for row in own if row["variant"] == v), None) for v in ("stock", "fused")]
-        found = verdicts.get(model, {})
-        losses = [number(fmean(row["loss"][-window:]) if row else None, 4) for row in pair]
-        apart = [number(found.get(name), 4) for name in ("fused", "stock")]
-        passes = {True: "yes", False: "no"}.get(found.get("within"), NONE)
-        times = [number(row["step_ms"] if row else None, 1) for row in pair]
-        told = (pair[1]["sites"]["what"] if pair[1] else {}).items()
-        fused = sum(count for what, count in told if ": fused: " in what)
-        body.append((model, f"{own[0]['parameters'] / 1e6:.0f}", str(fused), *losses, *apart, passes, *times))
+
+    def of_run(variant: str, value: Callable[[Json], Any]) -> Callable[[Rows], Any]:
+        """A value of the first run of a variant."""
+        return lambda own: next((value(row) for row in own if row["variant"] == variant), None)
+
+    def of_verdict(value: Callable[[Json], Any]) -> Callable[[Rows], Any]:
+        return lambda own: value(verdicts[own[0]["model"]]) if own[0]["model"] in verdicts else None
+
+    def last(row: Json) -> str:
+        return number(fmean(row["loss"][-window:]), 4)
+
+    def fused(row: Json) -> int:
+        return sum(count for what, count in row["sites"]["what"].items() if ": fused: " in what)
+
+    columns = {
+        "million parameters": lambda own: f"{own[0]['parameters'] / 1e6:.0f}",
+        "fused sites": lambda own: of_run("fused", fused)(own) or 0,
+        "last loss, stock": of_run("stock", last), "fused": of_run("fused", last),
+        "d(fused, stock)": of_verdict(lambda found: number(found["fused"], 4)),
+        "d(stock, stock)": of_verdict(lambda found: number(found["stock"], 4)),
+        "passes": of_verdict(lambda found: "yes" if found["within"] else "no"),
+        "ms a step, stock": of_run("stock", lambda row: number(row["step_ms"], 1)),
+        "ms a step, fused": of_run("fused", lambda row: number(row["step_ms"], 1)),
+    }  # fmt: skip
     passed = sum(found["within"] for found in verdicts.values())
     settings = data["settings"]
     said = (
@@ -152,9 +187,8 @@ def convergence(data: Json) -> str:
         f"{len(verdicts)} models pass. The last loss is s at the end. The runs shared the device, so their "
         "times are not comparable with those of other pages."
     )
-    columns = ("model", "million parameters", "fused sites", "last loss, stock", "fused", "d(fused, stock)")
-    columns += ("d(stock, stock)", "passes", "ms a step, stock", "fused")
-    return "\n\n".join([said, table(columns, body)])
+    models = dict(sorted(grouped(rows, lambda row: row["model"]).items()))
+    return "\n\n".join([said, summary("model", models, columns)])
 
 
 #: Backend -> what was compiled, in words.
@@ -169,30 +203,25 @@ def growth(data: Json) -> str:
         "last two thirds of them leave behind. `tests/torch_features/test_load.py` allows the fusions no "
         "more graphs than stock, 10% more memory, and 4 MB for noise."
     )
-    rows = [
-        (
-            f"{BACKENDS[row['backend']]}, {row['kind']}", str(row["graphs"]), f"{row['bytes'] / 2**20:.1f}",
-            f"{row['seconds']:.0f}",
-        )
-        for row in data["rows"]
-    ]  # fmt: skip
-    return "\n\n".join([said, table(("compiled", "graphs", "MB", "seconds"), rows)])
+    columns = {
+        "compiled": lambda row: f"{BACKENDS[row['backend']]}, {row['kind']}",
+        **named("graphs", "graphs"),
+        "MB": lambda row: f"{row['bytes'] / 2**20:.1f}",
+        "seconds": lambda row: f"{row['seconds']:.0f}",
+    }
+    return "\n\n".join([said, listing(data["rows"], columns)])
 
 
 def figures(data: Json) -> str:
     """The table of a report, and what it comes to."""
-    kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in data["rows"])]
-    body = []
-    for kind in kinds:
-        rows = [row for row in data["rows"] if row["kind"] == kind]
-        numbers = [
-            sum(row[name] for row in rows)
-            for name in ("judged", "rejected", "fused", "code", "stock_wrong", "failures")
-        ]
-        hours = sum(row["seconds"] for row in rows) / 3600
-        body.append((KINDS[kind], *map(str, numbers), f"{hours:.1f}"))
-    columns = ("programs", "judged", "invalid", "with a fused site", "compiled")
-    columns += ("wrong in stock", "failures", "hours")
-    judged, fused, failures = (sum(r[n] for r in data["rows"]) for n in ("judged", "fused", "failures"))
+    rows = data["rows"]
+    kinds = grouped(rows, lambda row: row["kind"])
+    columns = {
+        "judged": total("judged"), "invalid": total("rejected"), "with a fused site": total("fused"),
+        "compiled": total("code"), "wrong in stock": total("stock_wrong"), "failures": total("failures"),
+        "hours": lambda rows: f"{total('seconds')(rows) / 3600:.1f}",
+    }  # fmt: skip
+    judged, fused, failures = (total(name)(rows) for name in ("judged", "fused", "failures"))
     said = f"{judged} programs were judged: {fused} had at least one fused site, {failures} failed."
-    return "\n\n".join([said, table(columns, body)])
+    named_kinds = {words: kinds[kind] for kind, words in KINDS.items() if kind in kinds}
+    return "\n\n".join([said, summary("programs", named_kinds, columns)])

@@ -1,19 +1,16 @@
-"""Sections of docs/performance.md about whole training steps and about `generate` of transformers."""
+"""Sections of docs/performance.md about training steps, `generate` of transformers, and several processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from bench.docs_models import gain_text
-from bench.docs_pieces import NONE, Json, get, number, opening, table
+from bench.docs_pieces import NONE, Columns, Json, Rows, fixed, get, listing, named, section
 
 VARIANTS = ("stock", "autotuned", "fused", "detached")
 
 
 def steps_section(data: Json) -> str:
     """Every case of bench.steps."""
-    parts = opening("Training steps", data)
-    parts.append(
+    text = (
         "As transformers' Trainer takes them: bfloat16 autocast, the loss head with labels, clipped "
         "gradients, AdamW. `full` trains all weights, `lora` PEFT's adapters of rank 16 on every linear. "
         "The compiled model returns its logits beside the loss, except with `loss alone`; `detached` is "
@@ -24,32 +21,35 @@ def steps_section(data: Json) -> str:
         "compared with stock's."
     )
     rows: list[Json] = data["rows"]
-    columns = (
-        "step", *(f"{n} ms" for n in VARIANTS), "stock / fused", "fused sites", "GiB stock", "GiB fused",
-        "GiB detached", "a second, stock", "a second, fused", "share stock", "share fused",
-    )  # fmt: skip
-    body = [
-        (
-            str(row["key"]),
-            *(number(get(row, "median_ms", name), 1) for name in VARIANTS),
-            gain_text(row),
-            str((row.get("sites") or {}).get("fused", {}).get("fused", 0)),
-            *(number(get(row, "peak_gib", name), 2) for name in ("stock", "fused", "detached")),
-            *(_rate(row, name) for name in ("stock", "fused")),
-            *(_percent(get(row, "peak_share", name)) for name in ("stock", "fused")),
-        )
-        for row in rows
-    ]
+
+    def rate(name: str) -> Columns:
+        def cell(row: Json) -> str | None:
+            rate = get(row, "rate", name)
+            return None if rate is None else f"{rate:.0f} {row['unit']}"
+
+        return {f"a second, {name}": cell}
+
+    def share(name: str) -> Columns:
+        def cell(row: Json) -> str | None:
+            share = get(row, "peak_share", name)
+            return None if share is None else f"{share:.0%}"
+
+        return {f"share {name}": cell}
+
+    columns = {
+        **named("step"), **fixed("median_ms", 1, {name: f"{name} ms" for name in VARIANTS}),
+        "stock / fused": gain_text,
+        "fused sites": lambda row: (row.get("sites") or {}).get("fused", {}).get("fused", 0),
+        **fixed("peak_gib", 2, {name: f"GiB {name}" for name in ("stock", "fused", "detached")}),
+        **rate("stock"), **rate("fused"), **share("stock"), **share("fused"),
+    }  # fmt: skip
     failed = [f"{row['key']}, {n}: {why}" for row in rows for n, why in row["failed_variants"].items()]
-    return "\n\n".join(
-        [*parts, table(columns, body), *_wrong(rows), *(["; ".join(failed)] if failed else [])]
-    )
+    return section("Training steps", data, text, listing(rows, columns), _wrong(rows), "; ".join(failed))
 
 
 def generate_section(data: Json) -> str:
     """Every case of bench.generate."""
-    parts = opening("`generate` with a static cache", data)
-    parts.append(
+    text = (
         "`model.generate(..., cache_implementation='static', do_sample=False)` of transformers, which "
         "compiles one step by itself, but not the prompt; p and b are tokens of each prompt and prompts. "
         "New tokens a second are those of the whole call; ms a token are medians between two tokens. "
@@ -57,33 +57,56 @@ def generate_section(data: Json) -> str:
         "which rounding decides."
     )
     rows: list[Json] = data["rows"]
-    body = [
-        (
-            str(row["key"]),
-            *(number(get(row, "tokens_s", name), 0) for name in ("stock", "fused")),
-            f"{row['gain']:.2f}",
-            *(number(get(row, "token_ms", name), 3) for name in ("stock", "fused")),
-            str(sum(row["sites"].values())),
-            f"{len(row['equal']) - row['differ']} and {row['ties']} of {len(row['equal'])}",
-        )
-        for row in rows
-    ]
-    columns = (
-        "model and prompts", "stock tokens/s", "fused tokens/s", "fused / stock", "stock ms a token",
-        "fused ms a token", "fused sites", "equal, ties",
-    )  # fmt: skip
-    return "\n\n".join([*parts, table(columns, body), *_wrong(rows)])
+    columns = {
+        **named("model and prompts"),
+        **fixed("tokens_s", 0, {"stock": "stock tokens/s", "fused": "fused tokens/s"}),
+        "fused / stock": lambda row: f"{row['gain']:.2f}",
+        **fixed("token_ms", 3, {"stock": "stock ms a token", "fused": "fused ms a token"}),
+        "fused sites": lambda row: sum(row["sites"].values()),
+        "equal, ties": lambda row: (
+            f"{len(row['equal']) - row['differ']} and {row['ties']} of {len(row['equal'])}"
+        ),
+    }
+    return section("`generate` with a static cache", data, text, listing(rows, columns), _wrong(rows))
 
 
-def _rate(row: Json, name: str) -> str:
-    rate = get(row, "rate", name)
-    return NONE if rate is None else f"{rate:.0f} {row['unit']}"
-
-
-def _percent(share: float | None) -> str:
-    return NONE if share is None else f"{share:.0%}"
-
-
-def _wrong(rows: Iterable[Json]) -> list[str]:
+def _wrong(rows: Rows) -> str:
     found = [str(row["key"]) for row in rows if row["correct"] is False]
-    return [f"Not as stock: {'; '.join(found)}."] if found else []
+    return f"Not as stock: {'; '.join(found)}." if found else ""
+
+
+#: Engines of bench.distributed in words, in the order of the table.
+ENGINES = {
+    "ddp": "DDP, compiled inside it",
+    "ddp_outside": "DDP, compiled outside of it",
+    "fsdp": "FSDP2",
+    "tp": "tensor parallel",
+    "tp_inference": "tensor parallel, a prompt",
+    "ddp_lora": "DDP, PEFT's adapters",
+    "fsdp_lora": "FSDP2, PEFT's adapters",
+    "tp_lora": "tensor parallel, PEFT's adapters",
+}
+
+
+def distributed_section(data: Json) -> str:
+    """Every row of bench.distributed."""
+    model = data.get("model", "a Llama with four blocks and width 2048")
+    text = (
+        f"Milliseconds for a training step, or for a prompt, of {model} in bfloat16, with 4 x 2048 tokens "
+        "for each process: the best of six blocks of steps on the slower process. The spread is between "
+        "blocks. Memory is the peak of the process with more."
+    )
+
+    def gib(name: str) -> Columns:
+        return {f"GiB {name}": lambda row: f"{row[f'{name}_gib']:.2f}" if f"{name}_gib" in row else NONE}
+
+    columns = {
+        "engine": lambda row: ENGINES[row["key"]],
+        "stock ms": lambda row: f"{row['stock_ms']:.1f}",
+        "fused ms": lambda row: f"{row['fused_ms']:.1f}",
+        "stock / fused": lambda row: f"{row['ratio']:.2f}",
+        "spread": lambda row: f"{row['spread']:.0%}",
+        **gib("stock"), **gib("fused"),
+    }  # fmt: skip
+    rows = sorted(data["rows"], key=lambda row: list(ENGINES).index(row["key"]))
+    return section("Two processes", data, text, listing(rows, columns))

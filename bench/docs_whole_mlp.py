@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.docs_linears import gain, summary
-from bench.docs_pieces import NONE, NOTICE, Json, get, number, opening, table
+from bench.docs_linears import against_limit, pays
+from bench.docs_pieces import NOTICE, Json, fixed, get, grouped, listing, number, section
+from bench.tuning_linears import gain
 from inductor_fusions.decisions.problems import MARGIN
 
 TEXT = """# An MLP in one kernel?
@@ -71,7 +72,7 @@ def page(results: Path) -> str:
     """The text of docs/whole_mlp.md."""
     parts = [NOTICE, TEXT.strip()]
     for path in sorted(results.glob("whole_mlp_*.json")):
-        parts.append(section(json.loads(path.read_text("utf-8"))))
+        parts.append(measurements(json.loads(path.read_text("utf-8"))))
     if len(parts) == 2:
         parts.append(COMMAND.strip())
     for path in sorted(results.glob("projections_*.json")):
@@ -89,37 +90,33 @@ def epilogues(data: Json) -> list[str]:
     )
     if not rows:
         return []
-    pays = sum((gain(row) or 0.0) >= MARGIN for row in rows)
     text = (
         "A linear with bias and activation in the grouped GEMM, as `linear_epilogue` emits it, is at least "
-        f"{MARGIN - 1:.0%} faster than stock in {pays} of {len(rows)} cases. Times are microseconds, "
+        f"{MARGIN - 1:.0%} faster than stock in {pays(rows)} of {len(rows)} cases. Times are microseconds, "
         "measured with CUDA graphs on operands that are not in the L2 cache. Stock is the faster of default "
         "and max-autotune, if both were measured. **bare** is the library's GEMM without bias and "
         "activation, the limit at which the epilogue costs nothing."
     )
-    kinds: dict[str, list[Json]] = {}
-    for row in rows:
-        few = "up to 128 tokens" if row["tokens"] <= 128 else "more tokens"
-        kinds.setdefault(f"{row['activation']}, {few}", []).append(row)
+
+    def kind(row: Json) -> str:
+        return f"{row['activation']}, {'up to 128 tokens' if row['tokens'] <= 128 else 'more tokens'}"
+
+    kinds = dict(sorted(grouped(rows, kind).items()))
+    where = "; [measurements.html](measurements.html) has the commands and each row."
     return [
-        f"## The first half alone, {data.get('device', '?')}",
-        f"torch {data.get('torch', '?')}, {str(data.get('date', '?'))[:10]}; "
-        "[measurements.html](measurements.html) has the commands and each row.",
-        text,
-        summary("activation", "cases", dict(sorted(kinds.items())), "bare"),
-    ]
+        *_opening("The first half alone", data, where), text,
+        against_limit("activation", "cases", kinds, "bare"),
+    ]  # fmt: skip
+
+
+def _opening(title: str, data: Json, where: str) -> list[str]:
+    """A heading, and one line that says when its rows were measured, and where they are."""
+    when = f"torch {data.get('torch', '?')}, {str(data.get('date', '?'))[:10]}"
+    return [f"## {title}, {data.get('device', '?')}", when + where]
 
 
 def training(data: Json) -> list[str]:
     """What a file of bench.mlp_training says of forward and backward."""
-    names = ("stock", "max_autotune", "gemms", "up", "up_triton", "hidden", "hidden_triton")
-    body = []
-    for row in data["rows"]:
-        times = row.get("device_us") or row["times_us"]
-        most = (number(get(row, "limits", name), 2) for name in ("free", "triton"))
-        # Rows from before the script tried all templates say so.
-        key = row["key"] + ("" if row.get("persistent") else ", without persistent templates")
-        body.append((key, *(number(times.get(name), 0) for name in names), *most))
     text = (
         "Microseconds on the device alone, for a forward and a backward. **gemms** are the library's GEMMs "
         "of the step alone, the limit at which the activation and its gradient cost nothing. **up** and "
@@ -129,36 +126,27 @@ def training(data: Json) -> list[str]:
         "upper bounds for the speedup over the faster stock: with epilogues in GEMMs as fast as the "
         "library's, and with Triton's GEMMs."
     )
-    head = (
-        "case",
-        "stock",
-        "max-autotune",
-        "gemms",
-        "up",
-        "triton",
-        "hidden",
-        "triton",
-        "bound",
-        "bound, Triton",
-    )
-    return [
-        f"## Training, {data.get('device', '?')}",
-        f"torch {data.get('torch', '?')}, {str(data.get('date', '?'))[:10]}, by `{data.get('command', '?')}`",
-        text,
-        table(head, body),
-    ]
+    rows = [{**row, "us": row.get("device_us") or row["times_us"]} for row in data["rows"]]
+    names = {"stock": "stock", "max_autotune": "max-autotune", "gemms": "gemms", "up": "up"}
+    names |= {"up_triton": "up, triton", "hidden": "hidden", "hidden_triton": "hidden, triton"}
+    columns = {
+        # Rows from before the script tried all templates say so.
+        "case": lambda row: row["key"] + ("" if row.get("persistent") else ", without persistent templates"),
+        **fixed("us", 0, names),
+        **fixed("limits", 2, {"free": "bound", "triton": "bound, Triton"}),
+    }
+    command = f", by `{data.get('command', '?')}`"
+    return [*_opening("Training", data, command), text, listing(rows, columns)]
 
 
-def section(data: Json) -> str:
+def measurements(data: Json) -> str:
     """Every row of a file of bench.whole_mlp."""
-    parts = opening("Measurements", data)
     peak = data.get("peak") or {}
-    for dtype, rate in (peak.get("tflops") or {}).items():
-        parts.append(
-            f"Peak rates measured here: {number(rate, 1)} TFLOP/s in {dtype}, "
-            f"{number(peak.get('gb_per_s'), 0)} GB/s. `roofline` is the lower bound that they give for the "
-            "time."
-        )
+    parts = [
+        f"Peak rates measured here: {number(rate, 1)} TFLOP/s in {dtype}, "
+        f"{number(peak.get('gb_per_s'), 0)} GB/s. `roofline` is the lower bound that they give for the time."
+        for dtype, rate in (peak.get("tflops") or {}).items()
+    ]
     parts.append(
         "Times are microseconds, on the device alone where that was measured. **stock** is `torch.compile`: "
         "the library's GEMM and a pointwise kernel. **epilogue** is the library's GEMM with bias and gelu "
@@ -171,19 +159,19 @@ def section(data: Json) -> str:
         )
         if rows:
             parts += [f"### {TITLES[part]}", answer(part, rows), _rows(rows, names)]
-    return "\n\n".join(parts)
+    return section("Measurements", data, *parts)
+
+
+def measured(row: Json, name: str) -> float | None:
+    """Microseconds of a variant: on the device alone where that was measured."""
+    return get(row, "device_us" if row.get("device_us") else "times_us", name)
 
 
 def usable(row: Json) -> dict[str, float]:
     """Times of the variants that do all of the work and are in the error budget."""
-    clock = "device_us" if row.get("device_us") else "times_us"
-    return {
-        name: value
-        for name in NAMES[row["part"]]
-        if name != "bare"
-        and name not in row.get("wrong", ())
-        and (value := get(row, clock, name)) is not None
-    }
+    left_out = {"bare", *row.get("wrong", ())}
+    names = [name for name in NAMES[row["part"]] if name not in left_out]
+    return {name: time for name in names if (time := measured(row, name)) is not None}
 
 
 def answer(part: str, rows: Sequence[Json]) -> str:
@@ -212,21 +200,14 @@ def answer(part: str, rows: Sequence[Json]) -> str:
 
 
 def _rows(rows: Sequence[Json], names: Sequence[str]) -> str:
-    body = []
-    for row in rows:
-        clock = "device_us" if row.get("device_us") else "times_us"
-        times = usable(row)
-        least = get(row, "roofline_us", "whole" if row["part"] == "mlp" else "epilogue")
-        body.append(
-            (
-                f"width {row['width']}, {row['tokens']} tokens",
-                *(
-                    "wrong" if name in row.get("wrong", ()) else number(get(row, clock, name), 1)
-                    for name in names
-                ),
-                number(get(row, "roofline_us", "unfused"), 1),
-                number(least, 1),
-                min(times, key=lambda name: times[name]) if times else NONE,
-            )
-        )
-    return table(("case", *names, "roofline, unfused", "roofline, fused", "fastest"), body)
+    def time(name: str) -> Callable[[Json], str]:
+        return lambda row: "wrong" if name in row.get("wrong", ()) else number(measured(row, name), 1)
+
+    fused = "whole" if rows[0]["part"] == "mlp" else "epilogue"
+    columns = {
+        "case": lambda row: f"width {row['width']}, {row['tokens']} tokens",
+        **{name: time(name) for name in names},
+        **fixed("roofline_us", 1, {"unfused": "roofline, unfused", fused: "roofline, fused"}),
+        "fastest": lambda row: min(times, key=times.__getitem__) if (times := usable(row)) else None,
+    }
+    return listing(rows, columns)

@@ -213,10 +213,12 @@ def measure(row: Row, device: str, quick: bool) -> Json:
     for t in (*inputs, *args):
         t.requires_grad_(row.train and t.is_floating_point())
     wide = copy.deepcopy(model).double()
-    exact = interactions.step(wide, args, wide, None if cotangent is None else cotangent.double())
+    to = None if cotangent is None else cotangent.double()
     found = interactions.measure(
-        model, inputs, cotangent, exact, "dot_interaction", device, quick, lambda: as_measured(tiles, device)
-    )
+        model, lambda call: interactions.step(call, inputs, model, cotangent),
+        lambda: interactions.step(wide, args, wide, to), torch.bfloat16, "dot_interaction", device, quick,
+        interactions.variants(lambda: as_measured(tiles, device), quick),
+    )  # fmt: skip
     return {
         "key": row.key, "kind": row.kind, "samples": row.samples, "train": row.train, "width": row.width,
         "features": row.features, "dense": True, "dtype": "bfloat16", "tiles": tiles, **found,

@@ -36,7 +36,7 @@ from unittest import mock
 import torch
 
 import inductor_fusions
-from bench import model_cases, models_lora, steps, tuning
+from bench import model_cases, steps, tuning
 from bench.common import Json, own_settings, summarize, synchronize
 from bench.pool import FileLock
 
@@ -99,12 +99,11 @@ class Server:
 
     def __init__(self, case: Case, device: str, quick: bool) -> None:
         self.device = device
-        load = model_cases.Case(case.key, case.model, "sdpa", case.batch, case.prompt)
+        adapters = model_cases.Adapters() if case.lora else None
+        load = model_cases.Case(case.key, case.model, "sdpa", case.batch, case.prompt, adapters=adapters)
         with mock.patch.dict(model_cases.QUICK, steps.NARROW):
             values = model_cases.model_config(load, quick)[1]
             self.model: Any = model_cases.build(load, "sdpa", device, quick, auto="AutoModelForCausalLM")
-        if case.lora:
-            self.model = models_lora.adapted(self.model, models_lora.Case(case.key, case.batch, case.prompt))
         settings = self.model.generation_config
         settings.eos_token_id, settings.pad_token_id = None, 0
         ids = model_cases.make_inputs(load, values, device)["input_ids"]

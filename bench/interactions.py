@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,12 +29,24 @@ from inductor_fusions.checking.budget import worst
 
 Tensors = list[torch.Tensor]
 
-#: Options of `torch.compile`.
-VARIANTS: dict[str, Json] = {
-    "stock": {},
-    "max_autotune": {"mode": "max-autotune-no-cudagraphs"},
-    "fused": {},
-}
+
+@dataclass(frozen=True)
+class Variant:
+    """How a module is compiled.
+
+    Attributes:
+        context: what it is compiled in.
+        options: of `torch.compile`.
+    """
+
+    context: Callable[[], AbstractContextManager[Any]] = lambda: config.patch(enabled=False)
+    options: Json = field(default_factory=dict)
+
+
+def variants(fused: Callable[[], AbstractContextManager[Any]], quick: bool) -> dict[str, Variant]:
+    """Stock, autotuned unless it is quick (minutes on a CPU), and fused."""
+    autotuned = {} if quick else {"max_autotune": Variant(options={"mode": "max-autotune-no-cudagraphs"})}
+    return {"stock": Variant(), **autotuned, "fused": Variant(fused)}
 
 
 def mlp(*widths: int, last: nn.Module | None = None) -> nn.Sequential:
@@ -55,60 +69,58 @@ def step(call: Callable[..., Any], inputs: Sequence[torch.Tensor], module: nn.Mo
 
 def measure(
     module: nn.Module,
-    inputs: Sequence[torch.Tensor],
-    cotangent: torch.Tensor | None,
-    exact: Tensors,
+    once: Callable[[Callable[..., Any]], Tensors],
+    exact: Callable[[], Tensors],
+    dtype: torch.dtype,
     fusion: str,
     device: str,
     quick: bool,
-    fused: Callable[[], AbstractContextManager[None]] = nullcontext,
-    variants: Mapping[str, Json] = VARIANTS,
+    chosen: Mapping[str, Variant],
 ) -> Json:
-    """Compile each variant, compare it with float64, and time them in turns.
+    """Compile each variant, time them in turns, and compare them with the exact results.
 
     Args:
-        module, inputs: what is measured. In training, floating inputs require a gradient.
-        cotangent: of the result, in training; None in inference.
-        exact: what `step` gives in float64.
+        module: what is measured.
+        once: calls a compiled one, and gives results and gradients.
+        exact: what that gives in float64; asked when nothing compiled is held any more.
+        dtype: of the results.
         fusion: whose sites are counted.
         device: "cuda" or "cpu".
-        quick: short blocks, and nothing is autotuned.
-        fused: what the fused variant is compiled in, beside the fusions.
-        variants: options of `torch.compile`, by name.
+        quick: short blocks.
+        chosen: by name, "stock" and "fused" among them.
 
     Returns:
         Times by the wall clock and, on a GPU, on the device alone; spreads, peak memory, errors, seconds of
         compiling, and the number of fused sites.
     """
     calls: dict[str, Callable[[], Tensors]] = {}
-    compile_s, sites = {}, 0
+    compile_s, sites = {}, {}
     torch._dynamo.reset()
-    for name, options in variants.items():
-        if quick and name == "max_autotune":  # minutes on a CPU
-            continue
+    for name, variant in chosen.items():
         inductor_fusions.clear()
         start = time.perf_counter()
-        with config.patch(enabled=name == "fused"), fresh_cache(), fused():
-            compiled = torch.compile(apart(module, name), **options)
-            step(compiled, inputs, module, cotangent)
+        with variant.context(), fresh_cache():
+            compiled = torch.compile(apart(module, name), **variant.options)
+            once(compiled)
         compile_s[name] = round(time.perf_counter() - start, 2)
-        found = inductor_fusions.report().count("fused", fusion)
-        if name == "fused":
-            sites = found
-        elif found:
-            raise AssertionError(f"{name} was fused")
-        calls[name] = lambda compiled=compiled: step(compiled, inputs, module, cotangent)
+        sites[name] = inductor_fusions.report().count("fused", fusion)
+        calls[name] = partial(once, compiled)
+    if any(count for name, count in sites.items() if name != "fused"):
+        raise AssertionError(f"fused: {sites}")
     with compiled_only():
-        error = {
-            name: worst(relative_error(x, z) for x, z in zip(call(), exact, strict=True))
-            for name, call in calls.items()
-        }
-        rounds, block = (3, 0.001) if quick else (9, 0.03)
-        times = both_clocks(calls, device, rounds, block)
+        found = {name: call() for name, call in calls.items()}
+        times = both_clocks(calls, device, *((3, 0.001) if quick else (9, 0.03)))
         peak = {name: peak_bytes(call, device) for name, call in calls.items()}
+    calls.clear()
+    torch._dynamo.reset()
+    true = exact()
+    error = {
+        name: worst(relative_error(x, z) for x, z in zip(results, true, strict=True))
+        for name, results in found.items()
+    }
     return {
-        "fused": sites, **times, "peak_bytes": peak, "error": error,
-        "correct": error["fused"] <= error_limit(error["stock"], next(module.parameters(), inputs[0]).dtype),
+        "fused": sites["fused"], **times, "peak_bytes": peak, "error": error,
+        "correct": error["fused"] <= error_limit(error["stock"], dtype),
         "compile_s": round(sum(compile_s.values()), 2), "compile_s_of": compile_s,
     }  # fmt: skip
 

@@ -17,9 +17,8 @@ every gradient of a head are compared with float64 first; those of a step with f
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,22 +28,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import inductor_fusions
 from bench import device_table, interactions, tuning
-from bench.common import (
-    Json,
-    apart,
-    both_clocks,
-    compiled_only,
-    error_limit,
-    fresh_cache,
-    peak_bytes,
-    relative_error,
-)
-from bench.interactions import gain
+from bench.common import Json
+from bench.interactions import Variant, gain
 from bench.models.measure import static_bytes
 from inductor_fusions import config
-from inductor_fusions.checking.budget import worst
 from inductor_fusions.fusions import linear_cross_entropy
 
 #: Every tenth label is left out.
@@ -176,11 +164,11 @@ def measure_head(row: Row, device: str, quick: bool) -> Json:
         # A loss gets the gradient that `backward()` of one number has.
         make = torch.rand if module.each else torch.ones
         cotangent = make(row.tokens if module.each else (), device=device, dtype=torch.float32)
-    true = exact(row, module, h, labels, cotangent)
-    variants = {name: interactions.VARIANTS[name] for name in ("stock", "fused")}
     return interactions.measure(
-        module, (h, labels), cotangent, true, "linear_cross_entropy", device, quick, as_measured, variants
-    )
+        module, lambda call: interactions.step(call, (h, labels), module, cotangent),
+        lambda: exact(row, module, h, labels, cotangent), torch.bfloat16, "linear_cross_entropy", device,
+        quick, {"stock": Variant(), "fused": Variant(as_measured)},
+    )  # fmt: skip
 
 
 class Step(nn.Module):
@@ -234,44 +222,20 @@ def measure_step(row: Row, device: str, quick: bool) -> Json:
             parameter.grad = None
         return found
 
-    calls: dict[str, Callable[[], Any]] = {}
-    compile_s, sites = {}, 0
-    contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-        "stock": lambda: config.patch(enabled=False),
-        "before": lambda: config.patch(linear_cross_entropy=False),
-        "fused": as_measured,
-    }
-    torch._dynamo.reset()
-    for name, context in contexts.items():
-        inductor_fusions.clear()
-        start = time.perf_counter()
-        with context(), fresh_cache():
-            compiled = torch.compile(apart(module, name))
-            once(compiled)
-        compile_s[name] = round(time.perf_counter() - start, 2)
-        if name == "fused":
-            sites = inductor_fusions.report().count("fused", "linear_cross_entropy")
-        calls[name] = lambda compiled=compiled: once(compiled)
-    with compiled_only():
-        found = {name: call() for name, call in calls.items()}
-        times = both_clocks(calls, device, 3 if quick else 7, 0.05)
-        peak = {name: peak_bytes(call, device) for name, call in calls.items()}
+    def exact() -> list[torch.Tensor]:
+        """In float32, a part of the batch at a time: all of it does not fit beside the model."""
+        module.float()
+        module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with config.patch(enabled=False):
+            return once(module, SEQUENCES)
+
     fixed = static_bytes(module, {"ids": ids})
-    calls.clear()
-    torch._dynamo.reset()
-    module.float()
-    # All of the batch in float32 does not fit beside the model.
-    module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    with config.patch(enabled=False):
-        true = once(module, SEQUENCES)
-    error = {
-        name: worst(relative_error(x, z) for x, z in zip(of, true, strict=True)) for name, of in found.items()
-    }
-    return {
-        "fused": sites, **times, "peak_bytes": peak, "static_bytes": fixed,
-        "error": error, "correct": error["fused"] <= error_limit(error["stock"], torch.bfloat16),
-        "compile_s": round(sum(compile_s.values()), 2), "compile_s_of": compile_s,
-    }  # fmt: skip
+    before = Variant(lambda: config.patch(linear_cross_entropy=False))
+    found = interactions.measure(
+        module, once, exact, torch.bfloat16, "linear_cross_entropy", device, quick,
+        {"stock": Variant(), "before": before, "fused": Variant(as_measured)},
+    )  # fmt: skip
+    return {**found, "static_bytes": fixed}
 
 
 def measure(row: Row, device: str, quick: bool) -> Json:

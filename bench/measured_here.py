@@ -49,7 +49,7 @@ MODELS = (
 )
 
 
-def variants_of(case: model_cases.Case | models_lora.Case, device: str, quick: bool) -> dict[str, Variant]:
+def variants_of(case: model_cases.Case, device: str, quick: bool) -> dict[str, Variant]:
     """Stock and fused, on the same weights."""
     usual = model_cases.model_config
 
@@ -58,15 +58,12 @@ def variants_of(case: model_cases.Case | models_lora.Case, device: str, quick: b
         return architecture, values | {name: n for name, n in LAYERS.items() if name in values}
 
     with mock.patch.object(model_cases, "model_config", shorter):
-        if isinstance(case, models_lora.Case):
-            found: dict[str, Variant] = dict(models_lora.make_variants(case, device, quick))
-            return {name: found[name] for name in ("stock", "fused")}
         model = model_cases.build(case, case.attn, device, quick)
         inputs = model_cases.make_inputs(case, shorter(case, quick)[1], device)
         return {name: make_variant(name, model, case, inputs) for name in ("stock", "fused")}
 
 
-def measure(case: model_cases.Case | models_lora.Case, device: str, quick: bool) -> Json:
+def measure(case: model_cases.Case, device: str, quick: bool) -> Json:
     """Compile both and time them."""
     from inductor_fusions import decisions
 
@@ -113,7 +110,7 @@ def phase(options: argparse.Namespace) -> None:
     options.out.write_text(json.dumps(found))
 
 
-def selected(options: argparse.Namespace) -> list[model_cases.Case | models_lora.Case]:
+def selected(options: argparse.Namespace) -> list[model_cases.Case]:
     """The models that are meant."""
     found = [case for case in MODELS if not options.only or re.search(options.only, case.name)]
     if not options.quick:

@@ -34,9 +34,8 @@ from bench.common import (
     both_clocks,
     compiled_only,
     fresh_cache,
-    is_fatal,
-    one_line,
     peak_bytes,
+    skipping,
 )
 from inductor_fusions import config
 
@@ -153,20 +152,14 @@ def measure(row: Row, device: str, dtype: str, quick: bool) -> Json:
     names = ["stock"] if quick else ["stock", "max_autotune"]
     with config.patch(enabled=False):
         for name in names:
-            with fresh_cache():
+            with skipping(skipped, name), fresh_cache():
                 compiled = torch.compile(apart(function, name), dynamic=False, **COMPILED[name])
 
                 def step(compiled: Callable[..., torch.Tensor] = compiled) -> tuple[torch.Tensor, ...]:
                     return torch.autograd.grad(compiled(*leaves), leaves, dy)
 
-                try:
-                    step()
-                except Exception as error:
-                    if is_fatal(error):
-                        raise
-                    skipped[name] = one_line(error)
-                else:
-                    calls[name] = step
+                step()
+                calls[name] = step
         with torch.no_grad():
             bare = gemms(is_gated, x, *weights[:2])
             for name, operands in {"up": (x, weights[0].t()), "hidden": (dy, weights[1])}.items():

@@ -30,6 +30,23 @@ WITHOUT = "without_attention"
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """PEFT's adapters on a frozen model, none of which is zero.
+
+    Attributes:
+        rank: of each.
+        dtype: PEFT makes them float32 by default.
+        dropout: in front of each.
+        targets: names of the linears that have one; "default" are those of PEFT for the model.
+    """
+
+    rank: int = 16
+    dtype: str = "float32"
+    dropout: float = 0.0
+    targets: str = "all-linear"
+
+
+@dataclass(frozen=True)
 class Case:
     """One model under one load.
 
@@ -52,6 +69,7 @@ class Case:
             mask), "flex_attention" (that of Hugging Face), or "" for none.
         autotuned: it is measured under max-autotune too.
         bounded: it is measured without its attentions too: no fusion of them can gain more.
+        adapters: they are trained, in place of the weights; None: the model has none.
     """
 
     name: str
@@ -69,6 +87,17 @@ class Case:
     by_hand: str = ""
     autotuned: bool = False
     bounded: bool = False
+    adapters: Adapters | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name."""
+        return self.name
+
+    @property
+    def draws(self) -> bool:
+        """Whether it has a dropout, which may draw other numbers in each variant."""
+        return self.dropout > 0 or (self.adapters is not None and self.adapters.dropout > 0)
 
 
 def named(name: str, **others: Any) -> Case:
@@ -77,7 +106,7 @@ def named(name: str, **others: Any) -> Case:
     words = name.split()
     size = {word[0]: int(word[1:]) for word in words if re.fullmatch(r"[bs]\d+", word)}
     told: Json = {
-        "model": words[0], "attn": "sdpa" if "sdpa" in words else "eager", "batch": size["b"],
+        "model": words[0], "attn": "sdpa" if "sdpa" in words else "eager", "batch": size.get("b", 1),
         "seq": size.get("s", 0), "train": "train" in words, "padded": "padded" in words,
         "use_cache": "cache" in words, "mode": "reduce-overhead" if "reduce-overhead" in words else "default",
     }  # fmt: skip
@@ -199,8 +228,17 @@ def build(
             # Biases start at zero and norms at one: a mistake in a bias would not show.
             if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
                 parameter.add_(0.02 * torch.randn_like(parameter))
-    model.train(case.train)
-    built: torch.nn.Module = model
+    if case.adapters is not None:
+        import peft
+
+        own = case.adapters
+        targets = {"all-linear": "all-linear", "default": None}.get(own.targets, own.targets.split(","))
+        wanted = peft.LoraConfig(
+            r=own.rank, lora_alpha=2 * own.rank, lora_dropout=own.dropout, target_modules=targets,
+            init_lora_weights=False,
+        )  # fmt: skip
+        model = peft.get_peft_model(model, wanted, autocast_adapter_dtype=own.dtype == "float32")
+    built: torch.nn.Module = model.train(case.train)
     return built
 
 

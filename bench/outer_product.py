@@ -137,10 +137,10 @@ def measure(row: Row, device: str, quick: bool) -> Json:
     with torch.no_grad():
         cotangent = torch.randn_like(model(*inputs)) if row.train else None
     inputs[0].requires_grad_(row.train)
-    exact = reference(row, model, inputs, cotangent)
     found = interactions.measure(
-        model, inputs, cotangent, exact, "outer_product_linear", device, quick,
-        lambda: config.patch(policy="always"),
+        model, lambda call: interactions.step(call, inputs, model, cotangent),
+        lambda: reference(row, model, inputs, cotangent), DTYPES[row.dtype], "outer_product_linear", device,
+        quick, interactions.variants(lambda: config.patch(policy="always"), quick),
     )  # fmt: skip
     return {
         "key": row.key, "kind": row.kind, "rows": row.rows, "train": row.train, "p": row.features,

@@ -35,7 +35,7 @@ from unittest import mock
 
 import torch
 
-from bench import model_cases, models_lora, tuning
+from bench import model_cases, tuning
 from bench.common import (
     Json,
     compiled_only,
@@ -102,12 +102,12 @@ class Case:
         return f"{self.model} {kind} b{self.batch}" + (f" s{self.seq}" if self.seq else "")
 
     def base(self, quick: bool) -> model_cases.Case:
-        """The load of the model without head and adapters."""
+        """The load of the model without its head."""
         causal = self.model.startswith(("llama", "qwen"))
         dtype = "bfloat16" if causal or self.lora else "float32"
         found = model_cases.Case(
             self.key, self.model, "sdpa", self.batch, self.seq, True, self.padded,
-            dropout=self.dropout, dtype=dtype,
+            dropout=self.dropout, dtype=dtype, adapters=model_cases.Adapters() if self.lora else None,
         )  # fmt: skip
         return model_cases.quick_case(found) if quick else found
 
@@ -156,9 +156,6 @@ def build(case: Case, device: str, quick: bool) -> tuple[Trained, dict[str, Any]
         values = model_cases.model_config(base, quick)[1]
         auto = HEADS.get(values["model_type"], "AutoModelForCausalLM")
         model = model_cases.build(base, base.attn, device, quick, auto=auto)
-    if case.lora:
-        load = models_lora.Case(case.key, base.batch, base.seq, True)
-        model = models_lora.adapted(model, load)
     batch = model_cases.make_inputs(base, values, device)
     if not base.seq:
         model.config.problem_type = "single_label_classification"  # else the first call sets it: a recompile
@@ -252,8 +249,7 @@ def make_steps(case: Case, device: str, quick: bool, names: Sequence[str]) -> di
         mode = "max-autotune-no-cudagraphs" if name == "autotuned" else "default"
         options = {**list_mode_options(mode), MARKERS[name]: getattr(inductor, MARKERS[name])}
         compiled: Any = torch.compile(module, options=options)
-        load = models_lora.Case(case.key, case.batch, case.seq, True)
-        found[name] = Step(name, module, compiled, load, batch, optimizer=optimizer)
+        found[name] = Step(name, module, compiled, case.base(quick), batch, optimizer=optimizer)
     return found
 
 

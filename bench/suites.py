@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
@@ -43,6 +43,7 @@ from bench.common import (
     error_limit,
     free,
     fresh_cache,
+    in_turn,
     interleave,
     one_line,
     peak_bytes,
@@ -61,7 +62,7 @@ SHORT_CALL = 5e-3
 #: The quick selection of whole models.
 QUICK_MODELS = ("llama-1b sdpa b4 s2048", "bert-base eager padded b32 s512", "bert-base eager b32 s512 train")
 #: Of whole models, these are enough to say what is faster here.
-QUICK_VARIANTS = ("stock", "fused")
+QUICK_VARIANTS = ("stock", "fused", "frozen")
 #: Where the seconds that a whole model took are recorded, and what is put in front of the names there.
 RECORDED = {"models_h200.json": "", "lora_models_h200.json": "llama-1b lora "}
 #: The most tokens of a whole model on a CPU.
@@ -105,17 +106,13 @@ def entries(device: str) -> list[Entry]:
         for case in (*cases.cases(device), *modules.cases(device), *recommendation.cases(device))
     ]
     seconds = recorded_seconds()
-    for adapted in models_lora.CASES if importlib.util.find_spec("peft") else ():
-        named = replace(adapted, name=f"llama-1b lora {adapted.name}")
-        chosen_load = named if device == "cuda" else _for_cpu(named)
-        expected = 30.0 if device == "cpu" else seconds.get(named.name, 180.0)
-        whole = partial(measure_adapted, chosen_load)
-        found.append(Entry("models", chosen_load.name, named.train, False, "bfloat16", whole, expected))
-    for case in model_cases.CASES:
+    adapted = [replace(case, name=f"llama-1b lora {case.name}") for case in models_lora.CASES]
+    for case in (*(adapted if importlib.util.find_spec("peft") else ()), *model_cases.CASES):
         chosen = case if device == "cuda" else _for_cpu(case)
-        quick = case.name in QUICK_MODELS
-        expected = 15.0 if device == "cpu" else seconds.get(case.name, 80.0 if case.train else 50.0)
+        usual = 180.0 if case.adapters else 80.0 if case.train else 50.0
+        expected = 20.0 if device == "cpu" else seconds.get(case.name, usual)
         whole = partial(measure_model, chosen)
+        quick = case.name in QUICK_MODELS
         found.append(Entry("models", chosen.name, chosen.train, quick, chosen.dtype, whole, expected))
     return list({entry.name: entry for entry in found}.values())
 
@@ -134,10 +131,7 @@ def recorded_seconds() -> dict[str, float]:
     return found
 
 
-Load = TypeVar("Load", model_cases.Case, models_lora.Case)
-
-
-def _for_cpu(case: Load) -> Load:
+def _for_cpu(case: model_cases.Case) -> model_cases.Case:
     """A whole model in sizes that a CPU runs in seconds; its layers are cut to two as well."""
     batch, seq = min(case.batch, 2), min(case.seq, CPU_TOKENS)
     name = re.sub(r"\bb\d+", f"b{batch}", case.name)
@@ -229,18 +223,8 @@ def compiled_variants(
                 raise
             facts["failed"][variant] = one_line(error, 300)
             continue
-        calls[variant] = _in_turn(work, variant, compiled)
+        calls[variant] = in_turn(partial(work.step, variant, compiled), range(work.sets))
     return calls, facts
-
-
-def _in_turn(work: cases.Work, variant: str, compiled: Callable[..., Any]) -> Callable[[], Any]:
-    state = {"next": 0}
-
-    def call() -> Any:
-        state["next"] = (state["next"] + 1) % work.sets
-        return work.step(variant, compiled, state["next"])
-
-    return call
 
 
 def within_budget(errors: Json, dtype: str) -> bool | None:
@@ -336,7 +320,7 @@ def _ratio(run: dict[str, dict[str, Timing]], above: str, below: str) -> float |
 
 
 def measure_model(case: model_cases.Case, settings: Settings, say: Callable[[str], None]) -> Json:
-    """A row of `bench.models`; each repeated run compiles anew."""
+    """A row of `bench.models`, in which a frozen model is the limit; each repeated run compiles anew."""
     small = settings.device == "cpu"
     rounds = 8 if settings.quick else 24
     basic = QUICK_VARIANTS if settings.quick else BASIC
@@ -347,29 +331,12 @@ def measure_model(case: model_cases.Case, settings: Settings, say: Callable[[str
         for i in range(settings.repeats):
             rows.append(whole_models.measure(case, how, i % 2 == 1, say))
             free(settings.device)
-    return {"dtype": case.dtype, **_last(rows)}
-
-
-def measure_adapted(case: models_lora.Case, settings: Settings, say: Callable[[str], None]) -> Json:
-    """A row of `bench.models_lora`, whose frozen model is the limit; each repeated run compiles anew."""
-    rows = []
-    rounds = 8 if settings.quick else 24
-    with switched(inductor_fusions.enabled()), torch._dynamo.config.patch(recompile_limit=64):
-        for _ in range(settings.repeats):
-            say("compiling and timing")
-            rows.append(models_lora.measure(case, settings.device, settings.device == "cpu", rounds))
-            free(settings.device)
     row = _last(rows)
-    row["failed"], row["compile_s"] = row.pop("failed_variants"), row.pop("compile_s_of")
-    row["ratio"] = {
-        name.replace("frozen", "limit"): value
-        for name, value in row["ratio"].items()
-        if row["correct"] is not False and name != "stock/frozen"
-    }
-    for column in ("median_ms", "spread", "device_ms", "unguarded_ms", "peak_gib", "compile_s"):
-        if "frozen" in row.get(column, {}):
-            row[column]["limit"] = row[column].pop("frozen")
-    return {"dtype": "bfloat16", **row}
+    if case.adapters is not None:  # the frozen model is their limit
+        for column in ("median_ms", "spread", "device_ms", "unguarded_ms", "peak_gib", "compile_s", "ratio"):
+            held = row.get(column, {})
+            row[column] = {name.replace("frozen", "limit"): value for name, value in held.items()}
+    return {"dtype": case.dtype, **row}
 
 
 def _last(rows: Sequence[Json]) -> Json:

@@ -55,11 +55,10 @@ import torch
 
 from bench import tuning
 from bench.attention.candidates import Candidate, RefusedError, candidate_names, compile_candidate
-from bench.attention.inputs import SMALL_INPUTS, Inputs, allocate, fill
+from bench.attention.inputs import SMALL_INPUTS, allocate, fill
 from bench.attention.reference import check, reference
 from bench.attention.rows import Row, cpu_rows, cuda_rows
-from bench.attention.spellings import Tensors
-from bench.common import DTYPES, Json, error_limit, free, interleave, is_fatal, one_line, peak_bytes
+from bench.common import DTYPES, Json, error_limit, free, in_turn, interleave, one_line, peak_bytes, skipping
 from bench.pool import FileLock
 from inductor_fusions.checking.budget import worst
 
@@ -71,17 +70,6 @@ SHORT_CALL_US = 1500.0
 
 
 # Measuring ---------------------------------------------------------------------------------------------
-
-
-def calls_over(row: Row, name: str, candidate: Candidate, sets: list[Inputs]) -> Callable[[], Tensors]:
-    """A call that takes the sets of inputs in turn."""
-    state = {"next": 0}
-
-    def call() -> Tensors:
-        state["next"] = (state["next"] + 1) % len(sets)
-        return candidate.run(row, name, sets[state["next"]])
-
-    return call
 
 
 def measure(row: Row, options: argparse.Namespace, lock: FileLock) -> Json:
@@ -114,23 +102,15 @@ def measure(row: Row, options: argparse.Namespace, lock: FileLock) -> Json:
         expected, cut = reference(row, inputs)
         calls: dict[str, Callable[[], object]] = {}
         for name, candidate in candidates.items():
-            try:
+            with skipping(skipped, name):
                 run = functools.partial(candidate.run, row, name, inputs)
                 errors = check(row, run, expected, cut)
                 peak = peak_bytes(run, device)
-            except torch.OutOfMemoryError:
-                skipped[name] = "out of memory"
-                continue
-            except Exception as error:
-                if is_fatal(error):
-                    raise
-                skipped[name] = one_line(error)
-                continue
-            result["error"][name] = worst(map(float, errors.values()))
-            result["errors"][name] = errors
-            if peak is not None:
-                result["peak_mib"][name] = round(peak / 2**20, 1)
-            calls[name] = calls_over(row, name, candidate, sets)
+                result["error"][name] = worst(map(float, errors.values()))
+                result["errors"][name] = errors
+                if peak is not None:
+                    result["peak_mib"][name] = round(peak / 2**20, 1)
+                calls[name] = in_turn(functools.partial(candidate.run, row, name), sets)
         del expected
         limit = error_limit(result["error"].get("unfused"), DTYPES[row.dtype])
         for name in [n for n in calls if not result["error"][n] <= limit]:

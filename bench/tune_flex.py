@@ -54,6 +54,7 @@ from bench.common import (
     is_fatal,
     one_line,
     peak_bytes,
+    skipping,
 )
 from bench.flex_cases import Row, attention, cpu_rows, cuda_rows, inputs_of, reference, run
 from bench.pool import FileLock
@@ -150,32 +151,23 @@ def measure(row: Row, device: str, quick: bool, lock: AbstractContextManager[Any
     compiled: dict[str, Callable[..., torch.Tensor]] = {}
     for name, how in tried.items():
         fn = torch.compile(apart(attention(row), name.replace(" ", "_")), dynamic=False)
-        try:
+        with skipping(result["skipped"], name):
             kernels = _compile(row, fn, inputs, cotangent, how)
-        except Exception as error:
-            if is_fatal(error):
-                raise RuntimeError(f"{name}: {error}") from error
-            result["skipped"][name] = _why(error)
-            continue
-        if isinstance(kernels, str):
-            result["skipped"][name] = kernels
-            continue
-        result["kernels"][name], compiled[name] = kernels, fn
+            if isinstance(kernels, str):
+                result["skipped"][name] = kernels
+            else:
+                result["kernels"][name], compiled[name] = kernels, fn
     result["compile_s"] = round(time.monotonic() - start, 2)
     with lock:
         worst = reference(row, inputs, cotangent)
         for name, fn in compiled.items():
-            try:
+            with skipping(result["skipped"], name):
                 result["error"][name] = worst(run(row, fn, inputs, cotangent))
                 call = partial(run, row, fn, inputs, cotangent)
                 peak = peak_bytes(call, device)
                 if peak is not None:
                     result["peak_mib"][name] = round(peak / 2**20, 1)
                 calls[name] = call
-            except Exception as error:
-                if is_fatal(error):
-                    raise RuntimeError(f"{name}: {error}") from error
-                result["skipped"][name] = _why(error)
         limit = error_limit(result["error"].get("unfused"), DTYPES[row.dtype])
         for name in [n for n in calls if n != "unfused" and not result["error"][n] <= limit]:
             result["wrong"][name] = f"error {result['error'][name]:.2e}, allowed {limit:.2e}"
@@ -243,10 +235,6 @@ def _time(
         result["spread"][name] = round(timing.spread, 4)
 
 
-def _why(error: Exception) -> str:
-    return "out of memory" if isinstance(error, torch.OutOfMemoryError) else one_line(error)
-
-
 def work(task: tuple[list[Row], str, bool], lock: Path) -> tuple[list[Json], bool]:
     """In a worker: the rows of one shape, inference before training."""
     rows, device, quick = task
@@ -260,7 +248,7 @@ def work(task: tuple[list[Row], str, bool], lock: Path) -> tuple[list[Json], boo
         try:
             result = measure(each, device, quick, FileLock(lock), options)
         except Exception as error:
-            return [*found, {"key": each.key, "failed": _why(error)}], not is_fatal(error)
+            return [*found, {"key": each.key, "failed": one_line(error)}], not is_fatal(error)
         options = {**options, **result["options"]}
         found.append({"key": each.key, **asdict(each), **result})
     return found, True

@@ -39,7 +39,7 @@ from dataclasses import asdict
 import torch
 
 from bench import tuning
-from bench.common import Json, error_limit, free, interleave, is_fatal, one_line, relative_error
+from bench.common import Json, error_limit, free, interleave, relative_error, skipping
 from bench.lora.candidates import Choice, Run, Seen, first_choices, frozen_run, ours, second_choices, stock
 from bench.lora.rows import Row, grid
 from bench.lora.spellings import ADDED, Operands, Tensors, make, reference
@@ -102,20 +102,14 @@ def measure(row: Row, options: argparse.Namespace, lock: FileLock) -> Json:
         choices: dict[str, Choice] = {}
 
         def attempt(choice: Choice) -> None:
-            try:
+            with skipping(result["skipped"], choice.name):
                 run = ours(row, first, choice, seen)
                 with lock.shared():
-                    error, wrong = judge.judge(run)
-            except Exception as problem:
-                if is_fatal(problem):
-                    raise
-                result["skipped"][choice.name] = one_line(problem)
-                return
-            result["error"][choice.name] = error
-            if wrong:
-                result["wrong"][choice.name] = wrong
-            else:
-                runs[choice.name], choices[choice.name] = run, choice
+                    result["error"][choice.name], wrong = judge.judge(run)
+                if wrong:
+                    result["wrong"][choice.name] = wrong
+                else:
+                    runs[choice.name], choices[choice.name] = run, choice
 
         attempt(Choice())
         for choice in first_choices(row, seen, arch, quick)[1:]:

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from bench import device_table, tuning
-from bench.common import DTYPES, Json, error_limit, free, interleave, is_fatal, one_line, relative_error
+from bench.common import DTYPES, Json, error_limit, free, interleave, relative_error, skipping
 from bench.pool import FileLock
 from bench.projections import (
     Operands,
@@ -100,10 +100,8 @@ def measure(row: Row, options: argparse.Namespace, lock: FileLock) -> Json:
         configs = {name_of(c): c for c in configurations.candidates(posed, arch)}
         runs: dict[str, Run] = {"stock": stock(row, first, None), "bare": bare(row)}
         for name, chosen in configs.items():
-            try:
+            with skipping(result["skipped"], name):
                 runs[name] = ours(row, first, chosen)
-            except Exception as error:
-                result["skipped"][name] = one_line(error)
         result["compile_s"] = round(time.monotonic() - started, 2)
         with lock:
             started = time.monotonic()
@@ -139,17 +137,13 @@ def time_all(
     allowed = error_limit(result["error"]["stock"], DTYPES[row.dtype])
     calls: dict[str, Callable[[], object]] = {}
     for name, run in runs.items():
-        try:
+        with skipping(result["skipped"], name):
             if name in configs or name == "max_autotune":
                 error = result["error"][name] = worst_error(run, sets[0], expected, cut)
                 if not error <= allowed:
                     result["wrong"][name] = f"error {error:.2e}, allowed {allowed:.2e}"
                     continue
             calls[name] = as_graph(run, sets, device)
-        except Exception as error:
-            if is_fatal(error):
-                raise
-            result["skipped"][name] = one_line(error)
     rounds, block = (3, 1e-3) if quick else (15, 4e-3)
     look = interleave({n: c for n, c in calls.items() if n in configs or n == "stock"}, device, 3, 1e-3)
     ranked = sorted((n for n in look if n in configs), key=lambda n: look[n].median)

@@ -123,7 +123,7 @@ def measure(
         groups: rows that one task measures together; most tuners have one in each.
         work: called with a task and the path of a lock of the device, mostly in another process. Answers the
             result of its one row or a list of results with their "key", and whether the process can go on. A
-            result with "failed" is not kept.
+            result that has a reason as "failed" is not kept.
         task: what `work` gets for a group.
         describe: a result in a few words.
         jobs: processes; 1 works in this one.
@@ -135,7 +135,8 @@ def measure(
     """
     budget = Budget(options.budget)
     head = {**environment(options.device, module), **(header or {})}
-    results = Results(options.out, head, key=lambda row: str(row["key"]))
+    # Files of whole models from before rows had keys name them alone.
+    results = Results(options.out, head, key=lambda row: str(row.get("key") or row["name"]))
     todo = [[row for row in group if options.again or row.key not in results] for group in groups]
     todo = [group for group in todo if group]
     total = sum(map(len, todo))
@@ -156,12 +157,12 @@ def measure(
             )
         for made, answer in answers:
             for result in _rows(answer, tasks[id(made)][1]):
-                if "failed" in result:
+                if isinstance(result.get("failed"), str):
                     failed.append(str(result["key"]))
                     progress.step(f"{result['key']}: failed: {result['failed']}")
                     continue
                 results.append(result)
-                slowest = max(slowest, result.get("compile_s", 0.0) + result.get("measure_s", 0.0))
+                slowest = max(slowest, _seconds(result))
                 progress.step(f"{result['key']}: {describe(result)}")
     left = total - progress.done
     print(f"{len(results.rows)} rows in {options.out}, {left} left, {len(failed)} failed")
@@ -229,6 +230,12 @@ def script(
     if table is None or not wrote_table(options, table):
         rows, device, quick = grid(options.quick), options.device, options.quick
         run(module, options, rows, lambda row, *_: measure_row(row, device, quick), describe)
+
+
+def _seconds(result: Json) -> float:
+    """What a row took; where it does not say so itself, in its parts."""
+    parts = (result.get(name, 0.0) for name in ("compile_s", "measure_s"))
+    return float(result["seconds"] if "seconds" in result else sum(parts))
 
 
 def _rows(answer: Any, group: Sequence[Any]) -> list[Json]:

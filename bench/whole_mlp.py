@@ -41,9 +41,8 @@ from bench.common import (
     error_limit,
     fresh_cache,
     interleave,
-    is_fatal,
-    one_line,
     relative_error,
+    skipping,
 )
 from bench.suites import peak_rates
 from inductor_fusions import config
@@ -234,28 +233,19 @@ def variants(row: Row, operands: list[torch.Tensor], device: str, quick: bool) -
     extra: Json = {}
     torch._dynamo.reset()
     for name in names:
-        try:
-            with config.patch(enabled=False), fresh_cache():
-                compiled = torch.compile(apart(fn, name), dynamic=False, **COMPILED[name])
-                compiled(*operands)
+        with skipping(skipped, name), config.patch(enabled=False), fresh_cache():
+            compiled = torch.compile(apart(fn, name), dynamic=False, **COMPILED[name])
+            compiled(*operands)
             calls[name] = lambda compiled=compiled: compiled(*operands)
-        except Exception as error:
-            if is_fatal(error):
-                raise
-            skipped[name] = one_line(error)
     if device == "cuda":  # that of a CPU is another gelu
         calls["epilogue"] = with_epilogue(row.part, operands)
     if row.part == "up":
         calls["bare"] = lambda: operands[0] @ operands[1].t()
     elif device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
-        try:
+        with skipping(skipped, "whole"):
             tile = fastest(row, operands, device)
             extra["tile"] = dict(zip(("tokens", "hidden", "warps", "stages"), tile, strict=True))
             calls["whole"] = lambda: whole(row, operands, tile)
-        except RuntimeError as error:
-            if is_fatal(error):
-                raise
-            skipped["whole"] = one_line(error)
     return calls, skipped, extra
 
 

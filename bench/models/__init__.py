@@ -38,7 +38,7 @@ going first. With `--compiles 3` both are compiled three times, and the median o
     python -m bench.models --out bench/results/models_h200.json --budget 580
     python -m bench.models --out bench/results/models_h200.json --only 'llama.*train'
     python -m bench.models --out /tmp/tuned.json --only gpt2 --variants stock,fused,autotuned,fused_autotuned
-    python -m bench.models --out /tmp/flex.json --only gemma2 --set attention_kernel=flex
+    INDUCTOR_FUSIONS_ATTENTION_KERNEL=flex python -m bench.models --out /tmp/flex.json --only gemma2
     python -m bench.models --quick --device cpu --out /tmp/try.json
 
 `variants` compiles, `correctness` compares with float64, `measure` makes a row, `report` shows rows.

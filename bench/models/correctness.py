@@ -87,6 +87,12 @@ def make_reference(
     return Reference(output.detach(), cotangent, gradients)
 
 
+def is_compared(case: Case, variant: str) -> bool:
+    """Whether a variant computes what the model does: not where it leaves out the attentions, the adapters or
+    the padding."""
+    return variant not in ("without", "frozen") and not (variant == "limit" and case.padded)
+
+
 def check(case: Case, variants: dict[str, Variant], reference: Reference, failed: Json, device: str) -> Json:
     """Errors of each variant.
 
@@ -99,9 +105,8 @@ def check(case: Case, variants: dict[str, Variant], reference: Reference, failed
             errors[name] = reference.compare(variant, variant.output())
 
     for name, variant in list(variants.items()):
-        if name == "without" or (name == "limit" and case.padded):
-            continue  # it leaves the attentions out, or the padding
-        attempt(name, partial(compare, name, variant), variants, failed, device)
+        if is_compared(case, name):
+            attempt(name, partial(compare, name, variant), variants, failed, device)
     return errors
 
 

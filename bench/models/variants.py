@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,10 +14,8 @@ import inductor_fusions
 from bench.common import Json, collect, fresh_cache, one_line, switched, synchronize
 from bench.model_cases import BY_HAND, WITHOUT, Case, build, share_weights, supports_sdpa
 
-MODES = ("default", "reduce-overhead", "max-autotune")
-
 #: Measured in every case that has them.
-BASIC = ("stock", "fused", "limit", "sdpa", "without")
+BASIC = ("stock", "fused", "limit", "sdpa", "without", "frozen")
 #: Variants whose GEMMs Inductor chooses by timing them.
 AUTOTUNED = ("autotuned", "fused_autotuned")
 
@@ -27,6 +25,7 @@ MARKERS = {
     "limit": "debug_fusion",
     "sdpa": "debug",
     "without": "force_shape_pad",
+    "frozen": "keep_output_stride",
     "autotuned": "debug_index_asserts",
     "fused_autotuned": "generate_intermediate_hooks",
 }
@@ -57,6 +56,7 @@ class Variant:
         case: the load.
         inputs: keyword arguments of the model.
         sites: what the fusions made of it.
+        leaf: what is differentiated where no parameter is: the embedded tokens.
     """
 
     name: str
@@ -65,11 +65,12 @@ class Variant:
     case: Load
     inputs: dict[str, Any]
     sites: list[Any] = field(default_factory=list)
+    leaf: torch.Tensor | None = None
 
     @property
     def fuses(self) -> bool:
         """Whether it is compiled with inductor_fusions switched on."""
-        return self.name in ("fused", "fused_autotuned")
+        return self.name in ("fused", "fused_autotuned", "frozen")
 
     def output(self) -> torch.Tensor:
         """The last hidden state, with a graph in training."""
@@ -90,6 +91,8 @@ class Variant:
     def forget(self) -> None:
         """Drop the gradients."""
         self.model.zero_grad(set_to_none=True)
+        if self.leaf is not None:
+            self.leaf.grad = None
 
     @contextlib.contextmanager
     def switched(self) -> Iterator[None]:
@@ -156,15 +159,24 @@ def make_variants(
         implementations["sdpa"] = "sdpa"
     if case.mode != "max-autotune":
         implementations |= dict.fromkeys(AUTOTUNED, case.attn)
+    if case.adapters is not None:
+        implementations["frozen"] = case.attn
     variants: dict[str, Variant] = {}
     for name, attn in implementations.items():
         if name not in wanted:
             continue
-        own = model
-        if attn != case.attn:
+        own, leaf, given = model, None, inputs
+        if name == "frozen":
+            own = build(replace(case, adapters=None), attn, device, quick).requires_grad_(False)
+            if case.train:
+                given = dict(inputs)
+                embedded = own.get_input_embeddings()(given.pop("input_ids"))
+                leaf = given["inputs_embeds"] = embedded.detach().requires_grad_()
+        elif attn != case.attn:
             own = build(case, attn, device, quick)
             share_weights(model, own)
-        variants[name] = make_variant(name, own, case, inputs)
+        variants[name] = make_variant(name, own, case, given)
+        variants[name].leaf = leaf
     return variants
 
 
@@ -188,7 +200,7 @@ def compile_variants(
     for i in range(repeats):
         pair = ["fused", "stock"] if fused_first != (i % 2 == 1) else ["stock", "fused"]
         # Hugging Face's flex attention may reset Dynamo when it is first used, which drops what is compiled.
-        order = ["limit", "sdpa", "without", *pair, *AUTOTUNED]
+        order = ["limit", "sdpa", "without", "frozen", *pair, *AUTOTUNED]
         torch._dynamo.reset()
         for name in sorted(variants, key=order.index):
             if name not in ("stock", "fused") and i + 1 < repeats:

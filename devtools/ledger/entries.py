@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from bench import model_cases, models_lora, recommendation
+from bench import model_cases, recommendation
 from bench.common import Json
 from devtools.ledger.rows import series
 
@@ -71,9 +71,10 @@ def entries(quick: bool = False) -> list[Entry]:
     for adapters in DTYPES:
         for load, seq, modes in (("", 128, (False, True)), (" decode", 1, (False,))):
             for train in modes:
-                case = models_lora.Case("ledger", 1, seq, train=train, adapters=adapters)
+                own = model_cases.Adapters(dtype=adapters)
+                case = model_cases.Case("ledger", "llama-1b", "sdpa", 1, seq, train, adapters=own)
                 name = f"llama-1b lora {adapters}{load}"
-                found.append(Entry(name, train, DTYPES[0], partial(_adapted, case)))
+                found.append(Entry(name, train, DTYPES[0], partial(_model, case)))
     for interaction in recommendation.MODELS:
         for train in (False, True):
             made = partial(_recommendation, interaction)
@@ -102,12 +103,6 @@ def _of_models(quick: bool) -> list[Entry]:
 def _model(case: model_cases.Case) -> tuple[torch.nn.Module, Json]:
     model = model_cases.build(case, case.attn, "cpu", quick=True)
     return model, model_cases.make_inputs(case, narrow(case, True)[1], "cpu")
-
-
-def _adapted(case: models_lora.Case) -> tuple[torch.nn.Module, Json]:
-    base = models_lora.base(case)
-    model = models_lora.build(case, "cpu", quick=True)
-    return model, model_cases.make_inputs(base, narrow(base, True)[1], "cpu")
 
 
 def _recommendation(interaction: str) -> tuple[torch.nn.Module, Json]:

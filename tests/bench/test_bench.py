@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -246,21 +245,6 @@ def test_tune_lists_its_rows(kind: str, capfd: pytest.CaptureFixture[str]) -> No
     assert done.exit_code == 0, done.output
     out = capfd.readouterr().out
     assert out.rstrip().endswith(" rows") and len(out.splitlines()) > 5
-
-
-def test_tuning_scripts_under_one_name(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    """`python -m bench.tune KIND` is the script of that kind; without one it names them."""
-    monkeypatch.setattr(sys, "argv", ["bench.tune"])
-    tune.main()
-    assert f"kinds: {', '.join(tune.kinds())}" in capsys.readouterr().out
-    ran: list[Any] = []
-    monkeypatch.setattr(tune.runpy, "run_module", lambda name, **_: ran.append((name, sys.argv[1:])))
-    monkeypatch.setattr(sys, "argv", ["bench.tune", "lora", "--list"])
-    tune.main()
-    assert ran == [("bench.tune_lora", ["--list"])]
-    monkeypatch.setattr(sys, "argv", ["bench.tune", "flax"])
-    with pytest.raises(SystemExit, match="no kind 'flax'"):
-        tune.main()
 
 
 @pytest.mark.slow

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.common import Json, Results
+from bench import models_lora
+from bench.common import Json
 from bench.model_cases import (
     CASES,
     REFERENCE_TOKENS,
@@ -166,61 +168,54 @@ def test_headlines_are_autotuned() -> None:
     assert wanted_variants(CASES[0], ("stock", "autotuned")) == ("stock", "autotuned")
 
 
-def options_with(folder: Path, **chosen: Any) -> argparse.Namespace:
-    fixed = {"device": "cpu", "variants": (), "rounds": 1, "compiles": 1, "again": False}
-    return argparse.Namespace(out=folder / "r.json", **fixed, **chosen)
-
-
 def test_autotuning_has_the_device_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With several processes, cases without it go first; the others wait until no process is left."""
     chosen = [next(c for c in CASES if c.autotuned), *(c for c in CASES if not c.autotuned)][:3]
-    said: list[tuple[str, str]] = []
-    row: Json = {"failed": dict.fromkeys(MARKERS, "not run")}
+    said: list[tuple[str, int]] = []
 
-    def pool(work: Any, tasks: Any, *_: Any, **__: Any) -> Iterator[tuple[Any, Any]]:
-        for task in tasks:
-            said.append(("pool", task[0].name))
-            yield task, {"name": task[0].name, **row}
+    def measured(module: str, options: Any, groups: Any, *others: Any) -> Any:
+        *_, jobs, _, _ = others
+        said.extend((group[0].name, jobs) for group in groups)
+        return None, [] if jobs == 1 else [groups[0][0].name]
 
-    def here(case: Case, *_: Any) -> Json:
-        said.append(("alone", case.name))
-        return dict(row)
-
-    monkeypatch.setattr(command, "run_tasks", pool)
-    monkeypatch.setattr(command, "measure", here)
-    for name in ("set_up", "warm_up", "free"):
-        monkeypatch.setattr(command, name, lambda *_: None)
-    options = options_with(tmp_path, quick=True, budget=None, jobs=4)
-    results = Results(tmp_path / "r.json", {}, key=lambda row: str(row["name"]))
-    assert command.run(options, chosen, results) == []
+    monkeypatch.setattr(command.tuning, "measure", measured)
+    options = argparse.Namespace(
+        device="cpu", variants=(), rounds=1, compiles=1, quick=False, budget=None, jobs=4
+    )
     names = [case.name for case in chosen]
-    assert said == [("pool", names[1]), ("pool", names[2]), ("alone", names[0])]
-    assert [row["name"] for row in results.rows] == [names[1], names[2], names[0]]
-    said.clear()
-    assert command.run(options, chosen, results) == [] and said == []  # the file has them all
+    assert command.run("bench.models", options, chosen) == [names[1]]
+    assert said == [(names[1], 4), (names[2], 4), (names[0], 1)]
 
 
-def test_row_without_what_is_asked_for_is_measured_again() -> None:
-    tuned = next(case for case in CASES if case.autotuned)
-    plain = next(case for case in CASES if not case.autotuned)
-    rows: list[Json] = [{"name": c.name, "median_ms": {"stock": 1.0, "fused": 1.0}} for c in (tuned, plain)]
-    assert command.lacking([tuned, plain], (), rows) == [tuned]
-    assert command.lacking([tuned, plain], BASIC, rows) == []
-    assert command.lacking([tuned, plain], ("stock", "autotuned"), rows) == [tuned, plain]
-    rows[0] |= {"median_ms": {"autotuned": 1.0}, "failed": {"fused_autotuned": "out of memory"}}
-    assert command.lacking([tuned, plain], (), rows) == []
-    assert command.lacking([tuned, plain], (), rows[1:]) == [tuned]
+@pytest.mark.slow
+def test_case_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line writes a row, which the next run finds; one that fails is named at the end."""
+    pytest.importorskip("peft")
+    case = replace(next(c for c in models_lora.CASES if c.name.startswith("decode b1")), seq=16)
+    broken = replace(case, name="no such model", model="none")
+    path = tmp_path / "rows.json"
+    given = ["x", "--out", str(path), "--device", "cpu", "--quick", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", given)
+    with pytest.raises(SystemExit, match="1"):
+        command.command("bench.models_lora", "Words.", [case, broken])
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["key"] == row["name"] == case.name and row["failed"] == {} and row["correct"] is True
+    assert set(row["median_ms"]) == set(row["unguarded_ms"]) == {"stock", "fused", "frozen"}
+    assert set(row["error"]) == {"stock", "fused"} and "fused/frozen" in row["ratio"]
+    monkeypatch.setattr(command, "work", None)  # nothing is left to measure
+    command.command("bench.models_lora", "Words.", [case])
 
 
-def test_budget_leaves_what_would_not_end(tmp_path: Path) -> None:
-    tuned = next(case for case in CASES if case.autotuned and not case.train)
-    plain = ("stock", "fused")
-    assert command.expected_seconds(tuned, plain, quick=False) < 100
-    assert command.expected_seconds(tuned, (), quick=False) > 100
-    options = options_with(tmp_path, quick=False, budget=0.0, jobs=1)
-    results = Results(tmp_path / "r.json", {}, key=lambda row: str(row["name"]))
-    assert command.run(options, [tuned], results) == []
-    assert results.rows == []
+@pytest.mark.slow
+def test_adapters_are_compared_in_training() -> None:
+    """Their gradients alone; the frozen model has that of the embedded tokens."""
+    pytest.importorskip("peft")
+    case = quick_case(replace(next(c for c in models_lora.CASES if c.name == "train b2 s2048"), seq=16))
+    set_up()
+    row = measure(case, Settings("cpu", True, rounds=2), False, lambda text: None)
+    assert row["failed"] == {} and row["correct"] is True
+    assert set(row["error"]["fused"]) == {"out", "grad", "worst_grad", "worst_grad_of"}
+    assert "lora" in row["error"]["fused"]["worst_grad_of"] and row["median_ms"]["frozen"] > 0
 
 
 @pytest.mark.slow
@@ -246,9 +241,3 @@ def test_only_attentions_are_counted_as_attentions() -> None:
     row = {"sites": {"what": what}}
     assert attentions(row) == "3/4"
     assert kernels(row) == {"flex -> flex": 3}
-
-
-@pytest.mark.parametrize("setting", ["attention_kernel", "no_such_toggle=1"])
-def test_setting_that_is_not_one(setting: str) -> None:
-    with pytest.raises(SystemExit, match=setting):
-        command.apply_settings([setting])

@@ -249,10 +249,12 @@ class Linears(nn.Module):
 class GatedMLP(nn.Module):
     """act(gate(x)) * up(x), then down."""
 
-    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor], bias: bool = False) -> None:
+    def __init__(
+        self, act: Callable[[Any], Any], bias: bool = False, width: int = 64, hidden: int = 128
+    ) -> None:
         super().__init__()
-        self.gate, self.up = nn.Linear(64, 128, bias=bias), nn.Linear(64, 128, bias=bias)
-        self.down, self.act = nn.Linear(128, 64, bias=bias), act
+        self.gate, self.up = (nn.Linear(width, hidden, bias=bias) for _ in range(2))
+        self.down, self.act = nn.Linear(hidden, width, bias=bias), act
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.act(self.gate(x)) * self.up(x))

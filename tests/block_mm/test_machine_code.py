@@ -15,11 +15,11 @@ pytest.importorskip("triton")
 import torch._inductor.config
 
 from devtools import cuda_codegen
-from inductor_fusions import config, ops
 from inductor_fusions.block_mm import configurations, heuristics
 from inductor_fusions.block_mm.configurations import Config
 from inductor_fusions.block_mm.problem import Problem
 from inductor_fusions.decisions import problems, tables
+from tests.block_mm.test_structures import Drawn, kernels
 
 #: Where no register may spill, since these are what kernels are tuned for.
 ARCHS = (80, 90, 100)
@@ -42,32 +42,13 @@ def code(
     posed: Problem, chosen: Config | None, arch: int, output: torch.dtype | None = None
 ) -> cuda_codegen.MachineCode:
     """The machine code of a problem in one configuration, or in the default one, for outputs of a dtype."""
-
-    def matrix(rows: int, columns: int, letter: str) -> torch.Tensor:
-        made = torch.empty((rows, columns) if letter == "n" else (columns, rows), dtype=posed.dtype)
-        return made if letter == "n" else made.t()
-
-    a, b = [], []
-    for p, group in enumerate(posed.groups):
-        m, k, n = posed.rows[group], posed.inner[p], posed.columns[group]
-        assert m is not None and k is not None
-        same_a = posed.shared == "a" and p
-        same_b = posed.shared == "b" and p
-        a.append(a[0] if same_a else matrix(m, k, posed.layouts[p][0]))
-        b.append(b[0] if same_b else matrix(k, n, posed.layouts[p][1]))
-    activations = [posed.activation or ("silu" if posed.gated else ""), *[""] * posed.groups[-1]]
-
-    def fn(a: Any, b: Any) -> Any:
-        return ops.block_mm(
-            a, b, groups=posed.groups, gated=posed.gated, activations=activations, dtype=output
+    activation = posed.activation or ("silu" if posed.gated else "")
+    (kernel,) = kernels(
+        Drawn(
+            posed, activations=(activation, *[""] * posed.groups[-1]), output=output or posed.dtype,
+            arch=arch, chosen=chosen if chosen is not None else heuristics.choose,
         )
-
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        if chosen is not None:
-            patch.setattr(heuristics, "choose", lambda *given: chosen)
-        with config.patch(policy="always", strict=True):
-            made = cuda_codegen.generate(fn, (a, b), run=False, arch=arch)
-    (kernel,) = made.kernels
+    )  # fmt: skip
     assert kernel.is_template
     (found,) = cuda_codegen.compile_kernel(kernel.source, arch)
     return found

@@ -54,7 +54,8 @@ class Drawn:
         tail: a key of `TAILS`.
         symbolic: whether the rows are symbolic.
         arch: 80, 90 or 100.
-        chosen: which of the candidates, as a part of 1, or the configuration; None: the default one.
+        chosen: which of the candidates, as a part of 1, the configuration, or what chooses it; None: the
+            default one.
     """
 
     posed: Problem
@@ -66,7 +67,7 @@ class Drawn:
     tail: str = ""
     symbolic: bool = False
     arch: int = 90
-    chosen: float | Config | None = None
+    chosen: float | Config | Callable[..., Config] | None = None
 
 
 def check(drawn: Drawn) -> None:
@@ -79,6 +80,13 @@ def check(drawn: Drawn) -> None:
 
 def source(drawn: Drawn) -> str | None:
     """The Triton code of its kernel and of what is fused behind it; None where there is no kernel for it."""
+    found = [kernel.source for kernel in kernels(drawn) if kernel.is_template]
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+def kernels(drawn: Drawn) -> list[cuda_codegen.Kernel]:
+    """All kernels of its code."""
     posed, a, b = drawn.posed, [], []
     for p, group in enumerate(posed.groups):
         first = p == 0 or posed.groups[p - 1] != group
@@ -104,6 +112,8 @@ def source(drawn: Drawn) -> str | None:
         return [TAILS[drawn.tail](y) for y in made]
 
     def choose(problem: Problem, device: torch.device, tokens: int | None) -> Config:
+        if callable(drawn.chosen):
+            return drawn.chosen(problem, device, tokens)
         if drawn.chosen is None or isinstance(drawn.chosen, Config):
             return drawn.chosen or configurations.default(problem, drawn.arch)
         options = configurations.candidates(problem, drawn.arch)
@@ -112,9 +122,7 @@ def source(drawn: Drawn) -> str | None:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad(), config.patch(policy="always", strict=True):
         patch.setattr(heuristics, "choose", choose)
         made = cuda_codegen.generate(fn, (a, b, bias), run=False, arch=drawn.arch)
-    found = [kernel.source for kernel in made.kernels if kernel.is_template]
-    assert len(found) <= 1
-    return found[0] if found else None
+    return made.kernels
 
 
 def _matrix(rows: int, columns: int, letter: str, dtype: torch.dtype) -> torch.Tensor:

@@ -14,7 +14,7 @@ from hypothesis import assume, reject
 
 from inductor_fusions import config, testing
 from inductor_fusions.block_mm import op
-from inductor_fusions.checking.runs import Exact, cast, copied, run
+from inductor_fusions.checking.runs import Exact, cast, copied, near, run
 from inductor_fusions.sites import Site
 from tests.attention.support import flex_everywhere
 from tests.fuzz.programs import Program
@@ -271,13 +271,13 @@ def is_rounding(
     noise = [0.0] * len(found)
     exact: list[Any] = []
     for sample in range(samples):
-        near = [_changed(x, sample) for x in inputs]
-        (wide,), _ = cast(((near,), {}), torch.float64)
+        given = near(list(inputs), sample)
+        (wide,), _ = cast(((given,), {}), torch.float64)
         with Exact():
             true = flat(function, wide, [c.double() for c in cotangents])
         exact = exact or true
-        stock = flat(function, near, cotangents)
-        for results in (stock, graphs(*near)) if graphs is not None else (stock,):
+        stock = flat(function, given, cotangents)
+        for results in (stock, graphs(*given)) if graphs is not None else (stock,):
             for i, (x, z) in enumerate(zip(results, true, strict=True)):
                 noise[i] = max(noise[i], _distance(x, z))
     largest = max((float(z.norm()) for z in exact[outputs:] if z is not None), default=0.0)
@@ -314,7 +314,7 @@ def is_same_draw(
     wanted = unfused(*inputs)
     noise = [0.0] * len(found)
     for sample in range(1, SAMPLES):
-        for i, (x, z) in enumerate(zip(unfused(*(_changed(x, sample) for x in inputs)), wanted, strict=True)):
+        for i, (x, z) in enumerate(zip(unfused(*near(list(inputs), sample)), wanted, strict=True)):
             noise[i] = max(noise[i], _distance(x, z))
     norms = [0.0 if z is None else float(z.detach().double().norm()) for z in wanted]
     for i, (y, z) in enumerate(zip(found, wanted, strict=True)):
@@ -326,16 +326,6 @@ def is_same_draw(
         if not _distance(y, z) <= 2 * noise[i] + slack * eps * scale:
             return False
     return True
-
-
-def _changed(x: torch.Tensor, sample: int) -> torch.Tensor:
-    """The input itself, and then others near it."""
-    if sample == 0 or not x.is_floating_point():
-        return x
-    generator = torch.Generator().manual_seed(sample)
-    noise = torch.randn(x.shape, generator=generator, device="cpu").to(x.device, x.dtype)
-    near = x.detach() * (1 + 1e-3 * noise)
-    return near.requires_grad_(x.requires_grad)
 
 
 def _distance(x: torch.Tensor | None, z: torch.Tensor | None) -> float:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from inductor_fusions import config, testing
+from tests.block_mm.support import GatedMLP, Linears
 
 pytestmark = pytest.mark.gpu
 
@@ -18,27 +19,11 @@ DTYPES = [torch.bfloat16, torch.float16]
 
 
 def linears(width: int, outs: tuple[int, ...], bias: bool, dtype: torch.dtype) -> nn.Module:
-    class Linears(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList(nn.Linear(width, n, bias=bias) for n in outs)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return tuple(part(x) for part in self.parts)
-
-    return Linears().to("cuda", dtype)
+    return Linears(width, outs, bias).to("cuda", dtype)
 
 
-class GatedMLP(nn.Module):
-    """act(gate(x)) * up(x), then down."""
-
-    def __init__(self, width: int, hidden: int, act: Callable[[Any], Any] = F.silu) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
-        self.down, self.act = nn.Linear(hidden, width, bias=False), act
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.act(self.gate(x)) * self.up(x))
+def gated(width: int, hidden: int, act: Callable[[Any], Any] = F.silu) -> nn.Module:
+    return GatedMLP(act, width=width, hidden=hidden).to("cuda", torch.bfloat16)
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -58,13 +43,13 @@ def test_qkv(outs: tuple[int, ...], rows: int, dtype: torch.dtype) -> None:
 def test_training(rows: int) -> None:
     """Forward, the gradient of the input, and those of the weights."""
     testing.check(linears(1024, (1024, 256, 256), True, torch.bfloat16), (rand(rows, 1024),), fused=None)
-    testing.check(GatedMLP(1024, 2816).to("cuda", torch.bfloat16), (rand(rows, 1024),), fused=None)
+    testing.check(gated(1024, 2816), (rand(rows, 1024),), fused=None)
 
 
 @pytest.mark.parametrize("act", [F.silu, F.gelu, F.relu, torch.sigmoid])
 @pytest.mark.parametrize("rows", [1, 16, 300, 2048])
 def test_gated_mlp(rows: int, act: Callable[[Any], Any]) -> None:
-    model = GatedMLP(512, 1536, act).to("cuda", torch.bfloat16)
+    model = gated(512, 1536, act)
     testing.check(model, (rand(rows, 512),), fused=1, train=False)
 
 
@@ -96,13 +81,13 @@ def test_no_more_memory_than_stock(train: bool) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.qkv = linears(1024, (1024, 256, 256), False, torch.bfloat16)
-            self.mlp = GatedMLP(1024, 4096)
+            self.mlp = gated(1024, 4096)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             q, k, v = self.qkv(x)
             return self.mlp(x + q * k.sum(-1, keepdim=True) * v.sum(-1, keepdim=True))
 
-    model, x = Block().to("cuda", torch.bfloat16), rand(4096, 1024)
+    model, x = Block(), rand(4096, 1024)
 
     def peak(**options: Any) -> int:
         torch._dynamo.reset()

@@ -95,7 +95,13 @@ class Report:
         return iter(self.sites)
 
     def count(self, verdict: Verdict = "fused", fusion: str | None = None) -> int:
-        """The number of sites with this verdict, of one fusion or of all."""
+        """The number of sites with this verdict, of one fusion or of all.
+
+        Raises:
+            ValueError: the verdict is invalid.
+        """
+        if verdict not in get_args(Verdict):
+            raise ValueError(f"verdict must be {' or '.join(get_args(Verdict))}, not {verdict!r}")
         return sum(s.verdict == verdict and fusion in (None, s.fusion) for s in self.sites)
 
     def to_dict(self) -> dict[str, object]:

@@ -45,7 +45,7 @@ Company = Literal["alone", "together", "launched"]
 def folder() -> Path:
     """Where the files are."""
     base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(base).expanduser() / "inductor_fusions" / "measured"
+    return tables.expanded(base) / "inductor_fusions" / "measured"
 
 
 def identity(device: torch.device) -> dict[str, str]:

@@ -237,6 +237,15 @@ def test_skip(only: Callable) -> None:
         assert {site.fusion for site in run().sites} == {"attention"}
 
 
+def test_skip_of_what_is_no_fusion(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning with the nearest name, once."""
+    with config.patch(skip="atention, qkv"):
+        for _ in range(2):
+            registry.foreign()
+    (record,) = caplog.records
+    assert "atention" in record.getMessage() and "did you mean attention" in record.getMessage()
+
+
 # -- source ---------------------------------------------------------------------------------------
 
 

@@ -66,6 +66,8 @@ def test_verdicts() -> None:
     found = explain(Model(keeps=1), torch.randn(2, 5, 16))
     assert [site.verdict for site in found] == ["fused", "rejected", "fused"]
     assert (found.count(), found.count("rejected"), len(found)) == (2, 1, 3)
+    with pytest.raises(ValueError, match="verdict must be fused or"):
+        found.count("refused")
     fused, rejected, _ = found.sites
     line = attention.__code__.co_firstlineno + 1
     assert fused.source.startswith(f"{__file__}:{line} in attention: return torch.softmax(")

@@ -56,6 +56,9 @@ def bench(context: typer.Context) -> None:
 
     Only in a checkout.
     """
+    if not is_checkout(ROOT) and {"-h", "--help"} & {*context.args}:
+        print(context.get_help())
+        return
     command = typer.main.get_command(load("gate").app)
     raise typer.Exit(command.main(context.args, f"{PROG} bench", standalone_mode=False) or 0)
 

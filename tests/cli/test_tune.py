@@ -78,6 +78,11 @@ def test_nothing_was_measured(home: Path) -> None:
     assert tune("run", "no_such.py", code=2) == ""  # the line on stderr is the other process's
 
 
+def test_help_of_bench_without_a_checkout() -> None:
+    done = CliRunner().invoke(cli.app, ["bench", "--help"])
+    assert (done.exit_code, "Only in a checkout" in done.output) == (0, True)
+
+
 def test_run_wants_a_script_and_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "needs a script" in tune("run", code=2)
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -125,7 +125,7 @@ class Memory:
         }
         births = {node: self._values[node].birth for node in reads if node in self._values}
         births |= dict.fromkeys(made, position)
-        deaths = {node: self._read_last(node, made, members) for node in made}
+        deaths = {node: self._read_last(node, members) for node in made}
         # A call of several results is no more where all of them are made here.
         calls = {node.all_input_nodes[0] for node in members if node.target is operator.getitem}
         removed = {*members, *(call for call in calls if set(call.users) <= set(members))}
@@ -152,7 +152,7 @@ class Memory:
         self._settle()
         return self._profile.peak()
 
-    def _read_last(self, node: fx.Node, made: Sequence[fx.Node], members: Sequence[fx.Node]) -> fx.Node:
+    def _read_last(self, node: fx.Node, members: Sequence[fx.Node]) -> fx.Node:
         """When what is made here is read last."""
         if node in self._values:
             return self._interval(node).death

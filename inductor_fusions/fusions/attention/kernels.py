@@ -104,7 +104,7 @@ def choose(given: Problem, call: Call | None = None) -> Choice:
         raise Reason.NO_KERNEL.rejected(_why_math(problem), "give the bias the dtype of q")
     if config.policy == "always":
         kernel = _proved(problem, fits)
-        if kernel == "sdpa" and not _may_call(problem, fits):
+        if kernel == "sdpa" and not _may_call(fits):
             raise Reason.NO_KERNEL.left_to_stock(FORBIDDEN)
         return _choice(kernel, problem)
     if not fits:
@@ -143,13 +143,13 @@ def _restricted(problem: Problem, call: Call) -> Choice:
     if not call.changed:
         raise Reason.CHOSEN.left_to_stock(CHOSEN)
     choice = _choice("sdpa", problem)
-    if not _may_call(problem, available(problem, choice.grouped)):
+    if not _may_call(available(problem, choice.grouped)):
         raise Reason.NO_KERNEL.left_to_stock(f"{CHOSEN}; none of them supports the rewritten call")
     return choice
 
 
-def _may_call(problem: Problem, fits: tuple[str, ...]) -> bool:
-    """Whether SDPA has a backend for a problem that the caller allows; `fits` are its fused ones."""
+def _may_call(fits: tuple[str, ...]) -> bool:
+    """Whether SDPA has a backend that the caller allows; `fits` are the kernels that support the problem."""
     return "sdpa" in fits or torch.backends.cuda.math_sdp_enabled()
 
 

@@ -44,7 +44,7 @@ def detached(site: Site) -> fx.Node:
     return raw
 
 
-def rows(site: Site, wants: list[bool]) -> fx.Node:
+def rows(site: Site) -> fx.Node:
     """The same of a loss of each row, and of log-probabilities; sums and means are made of them."""
     build = Builder(site.loss)
     h, w, bias = _operands(build, site)

@@ -122,7 +122,7 @@ class Gathered(Candidate):
     def rewrite(self) -> str:
         index = {node: i for i, node in enumerate(self.graph.nodes)}
         moved: set[fx.Node] = set()
-        made = [each for chunk in self.chunks for each in _make(self.graph, chunk, index, moved)]
+        made = [each for chunk in self.chunks for each in _make(chunk, index, moved)]
         for w, part in made:
             if w.reader.target is NARROW_MM:
                 right: Any = w.reader.args[1]
@@ -226,7 +226,7 @@ def _period(kinds: Sequence[Any]) -> int:
 
 
 def _make(
-    graph: fx.Graph, chunk: Sequence[_Wanted], index: dict[fx.Node, int], moved: set[fx.Node]
+    chunk: Sequence[_Wanted], index: dict[fx.Node, int], moved: set[fx.Node]
 ) -> list[tuple[_Wanted, fx.Node]]:
     """One call of the operation for a chunk, in front of its first reader; what each reads then."""
     before = chunk[0].reader

@@ -246,6 +246,14 @@ def test_skip_of_what_is_no_fusion(caplog: pytest.LogCaptureFixture) -> None:
     assert "atention" in record.getMessage() and "did you mean attention" in record.getMessage()
 
 
+@pytest.mark.parametrize("patterns", [[torch.relu], torch.relu, lambda scope, match: None])
+def test_patterns_without_a_lambda(patterns: object) -> None:
+    """Also a decorator without arguments, whose reader would never be called."""
+    for declare in (fusion("a").anchor, fusion("a").group):
+        with pytest.raises(TypeError, match="function without arguments"):
+            declare(patterns)
+
+
 # -- source ---------------------------------------------------------------------------------------
 
 

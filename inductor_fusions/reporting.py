@@ -132,7 +132,7 @@ class _Pending(threading.local):
 
 @dataclass
 class Ledger:
-    """What was recorded up to a point in time, or since one.
+    """The records up to a point in time, or since one.
 
     Attributes:
         counts: counters of the sites, by name.
@@ -157,7 +157,7 @@ def mark() -> Ledger:
 
 
 def since(before: Ledger) -> Ledger:
-    """What this thread recorded since `before`."""
+    """The records of this thread since `before`."""
     now, own = mark(), threading.get_ident()
     known = {id(entry) for entry in before.entries}
     entries = [entry for entry in now.entries if id(entry) not in known and entry.thread == own]

@@ -31,7 +31,7 @@ class UserError(typer.BadParameter):
 
 
 class Device(str, Enum):
-    """Where to run."""
+    """A device that `--device` names."""
 
     auto = "auto"
     cpu = "cpu"

@@ -32,7 +32,7 @@ VARIABLE = "INDUCTOR_FUSIONS_TABLES"
 
 
 def folder() -> Any:
-    """Where the package's tables are: in the installed package, or in the checkout that it is part of."""
+    """The folder of the package's tables: in the installed package, or in its checkout."""
     root = resources.files("inductor_fusions")
     beside = root / ".." / "configs"
     is_checkout = (root / ".." / "pyproject.toml").is_file() and (root / ".." / "bench").is_dir()
@@ -41,7 +41,7 @@ def folder() -> Any:
 
 
 def user_folder() -> Path:
-    """Where tables of the user's own are: those of later sources do not count for the same problems."""
+    """The folder of the user's own tables, whose rows precede those of the package for the same problem."""
     return expanded(os.environ.get("XDG_CONFIG_HOME") or "~/.config") / "inductor_fusions"
 
 

@@ -153,7 +153,7 @@ class Memory:
         return self._profile.peak()
 
     def _read_last(self, node: fx.Node, members: Sequence[fx.Node]) -> fx.Node:
-        """When what is made here is read last."""
+        """The last node that reads one of the values made here."""
         if node in self._values:
             return self._interval(node).death
         death = self._death(node)
@@ -326,7 +326,7 @@ class Memory:
                 yield other, None
 
     def _looped(self, node: fx.Node) -> _Stored:
-        """What a pointwise value is in the loop that computes it, the first one that runs."""
+        """A pointwise value as the first loop that computes it stores it."""
         size, sources = str(value(node).numel()), frozenset(self._sources(node))
         births = [self._values[s].birth if s in self._values else s for s in sources]
         ready = max(births, default=None)
@@ -356,7 +356,7 @@ class Memory:
             self._profile.add(stored.interval)
 
     def _death(self, node: fx.Node) -> fx.Node:
-        """When a value is read last: by what is computed in a loop, when that loop runs."""
+        """The last node that reads a value; a pointwise reader reads it when its loop runs."""
         last, seen = node, set[fx.Node]()
         users = self._read_by[node]
         for depth in reversed(range(_DEPTH + 1)):

@@ -28,7 +28,7 @@ FORBIDDEN = "no enabled SDPA backend supports this attention (sdpa_kernel, enabl
 
 @dataclass(frozen=True)
 class Choice:
-    """What to emit.
+    """The kernel to emit, and for what.
 
     Attributes:
         kernel: "sdpa" (its own choice of backend), "efficient", "row_bias", "flex", "short" or "decode".
@@ -118,7 +118,7 @@ def choose(given: Problem, call: Call | None = None) -> Choice:
 
 
 def _of_call(given: Problem, problem: Problem, call: Call, skipping: list[str]) -> Choice:
-    """What a call of SDPA becomes if no kernel is asked for; `skipping` take its mask as a predicate."""
+    """The kernel for an SDPA call if none is configured; `skipping` are those that read a predicate."""
     if skipping and config.policy == "always" and _preferred(problem):
         return _choice("flex", problem)
     reason = ""
@@ -187,7 +187,7 @@ def _choice(kernel: str, problem: Problem, note: str = "") -> Choice:
 
 
 def _measured(problem: Problem, candidates: tuple[str, ...]) -> decisions.Decision:
-    """What the table of the device says: by the class of the mask, else by its shape."""
+    """The decision by measurements, for the class of the mask, else for its shape."""
     suffix = "_grad" if problem.mask_learns else ""
     biased = problem.structure is not None and bool(problem.structure.biases)
     names = [problem.flex_kind] if _is_sparse(problem) else []
@@ -221,7 +221,7 @@ def _note(decision: decisions.Decision) -> str:
 
 
 def _without_limited_structure(problem: Problem) -> Problem:
-    """What gives rows without a key their value would stand behind flex attention, where it may not be."""
+    """Drop the predicate where flex attention may not be followed by what corrects fully masked rows."""
     limited, structure = problem.q.value.device.type in flex.LIMITED, problem.structure
     if limited and structure is not None and structure.number is not None and not structure.never_empty:
         return replace(problem, structure=None)

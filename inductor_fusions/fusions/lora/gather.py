@@ -52,7 +52,7 @@ class _Wanted:
 
     @property
     def stored(self) -> fx.Node | None:
-        """As it lies in memory, where there is a node for that."""
+        """The matrix as it is in memory, if a node holds it so; else None."""
         return transpose_of(self.matrix) if self.turned else self.matrix
 
     @property
@@ -192,7 +192,7 @@ def _summands(x: torch.Tensor, right: Sequence[torch.Tensor]) -> int:
 
 
 def _chunks(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
-    """What one kernel makes at a time.
+    """The matrices that one kernel splits at a time.
 
     Where layers are alike, so are the chunks of each: a kernel is compiled once for all of them.
     """

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import fx
 
-from . import _inductor
+from . import _inductor, config
 from .sites import SCHEMA, Report, Site, Verdict
 
 __all__ = ["Report", "Site", "Verdict", "clear", "isolated", "report"]
@@ -66,7 +66,12 @@ def report() -> Report:
     """
     with _lock:
         unknown = _restore()
-        return Report([entry.site for entry in _entries], unknown)
+        return Report([entry.site for entry in _entries], unknown, are_off())
+
+
+def are_off() -> bool:
+    """Whether no fusion runs: by the setting, or because Inductor's hook has no pass of the package."""
+    return not config.enabled or (_inductor.inductor_loaded() and not _inductor.passes_installed())
 
 
 def clear() -> None:

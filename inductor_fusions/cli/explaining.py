@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from .. import config
 from ..explaining import Explanation
 from ..explaining import explain as explain_model
 from ..sites import error_text, groups
@@ -99,8 +98,6 @@ def explain(
     out = console()
     if found.sites:
         out.print(found)
-    if not config.enabled:
-        out.print("The fusions are off: INDUCTOR_FUSIONS=0.")
     out.print(f"{model}: {found.summary()}", markup=False, highlight=False)
 
 

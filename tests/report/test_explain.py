@@ -253,7 +253,16 @@ def test_text() -> None:
 def test_no_candidate() -> None:
     found = explain(torch.relu, torch.randn(3))
     assert found.sites == [] and found.graphs == []
-    assert "no candidate was found" in str(found)
+    assert "no candidate was found" in str(found) and "are off" not in str(found)
+    with config.patch(enabled=False):
+        found = explain(nn.Linear(4, 4), torch.randn(2, 4))
+        assert str(found).endswith("no candidate was found: the fusions are off")
+    inductor_fusions.disable()
+    try:
+        inductor_fusions.clear()
+        assert str(inductor_fusions.report()).endswith("the fusions are off")
+    finally:
+        inductor_fusions.enable()
     assert "No candidate was seen" in found.to_html()
 
 

@@ -316,6 +316,8 @@ def test_explain_reports_a_model_that_does_not_run(tiny: str) -> None:
         (["demo", "--json", "no/such/folder.json"], "no/such"),
         (["explain", "tiny_models:make", "--html", "no/such/page.html"], "no/such"),
         (["explain", "tiny_models:make", "--html", "."], "is a folder"),
+        (["explain", "tiny_models:make", "--no-cache"], "--no-cache is for models of Hugging Face"),
+        (["explain", "tiny_models:make", "--seq", "128"], "--seq is for models of Hugging Face"),
         (["tune", "attention", "--budget", "-1"], "budget"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -148,12 +148,25 @@ check()
 install_config_module(sys.modules[__name__])
 
 
-def _assign(module: typing.Any, name: str, value: object) -> None:
-    if variable_of(name) in variables():
-        check_assigned(variable_of(name), value, f"config.{name}")
-    _plain.__setattr__(module, name, value)
-
-
 # A pass that meets an invalid value would fail a compile, so assignments are checked as variables are.
-_plain = type(sys.modules[__name__])
-object.__setattr__(sys.modules[__name__], "__class__", type("Checked", (_plain,), {"__setattr__": _assign}))
+_plain: typing.Any = type(sys.modules[__name__])
+
+
+def _check(entry: str, value: object) -> None:
+    if variable_of(entry) in variables():
+        check_assigned(variable_of(entry), value, f"config.{entry}")
+
+
+class _Checked(_plain):  # type: ignore[misc]  # the class of this module, which torch makes
+    def __setattr__(self, name: str, value: object) -> None:
+        _check(name, value)
+        _plain.__setattr__(self, name, value)
+
+    def patch(self, arg1: typing.Any = None, arg2: typing.Any = None, **kwargs: typing.Any) -> typing.Any:
+        changes = {arg1: arg2} if isinstance(arg1, str) and arg2 is not None else arg1 or kwargs
+        for name, value in changes.items() if isinstance(changes, dict) else ():
+            _check(name, value)
+        return _plain.patch(self, arg1, arg2, **kwargs)
+
+
+object.__setattr__(sys.modules[__name__], "__class__", _Checked)

@@ -158,7 +158,7 @@ def test_unknown_toggle() -> None:
 def test_assigned_value_that_is_not_understood(entry: str, value: object, takes: str) -> None:
     """The assignment raises, not the compile after it, and nothing changes."""
     before = getattr(config, entry)
-    for assign in (lambda: setattr(config, entry, value), config.patch({entry: value}).__enter__):
+    for assign in (lambda: setattr(config, entry, value), lambda: config.patch({entry: value}).__enter__()):
         with pytest.raises(ValueError, match=rf"config\.{entry} must be {takes}") as raised:
             assign()
         assert str(raised.value).endswith(repr(value))

@@ -9,7 +9,7 @@ import sys
 import typing
 
 from ._inductor import Config, install_config_module
-from .variables import check, choice, switch, text, variables
+from .variables import check, check_assigned, choice, number, switch, text, variables
 
 if typing.TYPE_CHECKING:
     # install_config_module adds these.
@@ -83,7 +83,7 @@ estimate: bool = Config(default=switch("INDUCTOR_FUSIONS_ESTIMATE", True))
 measure: bool = Config(default=switch("INDUCTOR_FUSIONS_MEASURE", False))
 
 #: The most seconds that a process spends on measuring, as text.
-measure_budget: str = Config(default=text("INDUCTOR_FUSIONS_MEASURE_BUDGET", "a number") or "60")
+measure_budget: str = Config(default=number("INDUCTOR_FUSIONS_MEASURE_BUDGET") or "60")
 
 #: Fully masked rows under a finite fill (left padding). "keep": a fused kernel gives them the value of the
 #: unfused model, the mean of v. "stock": in training, a site that may have such rows is not fused. "ignore":
@@ -101,7 +101,7 @@ skip: str = Config(default=text("INDUCTOR_FUSIONS_SKIP", "names with commas") or
 plugins: bool = Config(default=switch("INDUCTOR_FUSIONS_PLUGINS", True))
 
 #: Fuse only this many sites of the process, the first ones, and bypass caches; None: all.
-max: str | None = Config(default=text("INDUCTOR_FUSIONS_MAX", "a number"))
+max: str | None = Config(default=number("INDUCTOR_FUSIONS_MAX"))
 
 
 def check_policy(given: str) -> str:
@@ -110,16 +110,19 @@ def check_policy(given: str) -> str:
     Raises:
         ValueError: it is not a policy; the message names the valid ones.
     """
-    takes = variables()["INDUCTOR_FUSIONS_POLICY"]
-    if given not in takes:
-        raise ValueError(f"policy must be {' or '.join(takes)}, not {given!r}")
+    check_assigned("INDUCTOR_FUSIONS_POLICY", given, "policy")
     return given
+
+
+def variable_of(entry: str) -> str:
+    """The environment variable of an entry."""
+    return "INDUCTOR_FUSIONS" if entry == "enabled" else f"INDUCTOR_FUSIONS_{entry.upper()}"
 
 
 def toggle_of(fusion: str) -> str:
     """The entry that switches a fusion; "" for fusions of other packages, which only `skip` switches."""
     name = {"lora_input": "lora"}.get(fusion, fusion)  # one toggle for what is done before and after autograd
-    return name if f"INDUCTOR_FUSIONS_{name.upper()}" in variables() else ""
+    return name if variable_of(name) in variables() else ""
 
 
 def is_on(fusion: str) -> bool:
@@ -143,3 +146,27 @@ def most_sites() -> int | None:
 text("INDUCTOR_FUSIONS_TABLES", "a folder")
 check()
 install_config_module(sys.modules[__name__])
+
+
+# A pass that meets an invalid value would fail a compile, so assignments are checked as variables are.
+_plain: typing.Any = type(sys.modules[__name__])
+
+
+def _check(entry: str, value: object) -> None:
+    if variable_of(entry) in variables():
+        check_assigned(variable_of(entry), value, f"config.{entry}")
+
+
+class _Checked(_plain):  # type: ignore[misc]  # the class of this module, which torch makes
+    def __setattr__(self, name: str, value: object) -> None:
+        _check(name, value)
+        _plain.__setattr__(self, name, value)
+
+    def patch(self, arg1: typing.Any = None, arg2: typing.Any = None, **kwargs: typing.Any) -> typing.Any:
+        changes = {arg1: arg2} if isinstance(arg1, str) and arg2 is not None else arg1 or kwargs
+        for name, value in changes.items() if isinstance(changes, dict) else ():
+            _check(name, value)
+        return _plain.patch(self, arg1, arg2, **kwargs)
+
+
+object.__setattr__(sys.modules[__name__], "__class__", _Checked)

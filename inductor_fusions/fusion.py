@@ -9,6 +9,7 @@ that it may be fused (`guard`) and changes the graph (`rewrite`). `matching` fin
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -110,6 +111,17 @@ class Scope:
 #: Patterns of torch's matcher; or functions, operators and names of methods, which match any arguments.
 Patterns: TypeAlias = Callable[[], Iterable[Any]]
 Read: TypeAlias = "Candidate | Iterable[Candidate] | None"
+
+
+def _check_patterns(patterns: Any) -> None:
+    """Refuse patterns without a lambda around them, and a decorator without arguments."""
+    try:
+        inspect.signature(patterns).bind()
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"patterns must be a function without arguments that returns them, not {patterns!r}: "
+            "@FUSION.anchor(lambda: [torch.relu])"
+        ) from None
 
 
 def nodes_of(matches: Sequence[Match]) -> list[fx.Node]:
@@ -220,7 +232,11 @@ class Fusion:
             patterns: returns the patterns; called when the first graph is read, because importing the matcher
                 takes seconds.
             extra_check: whether to read a match, called before the graph is changed.
+
+        Raises:
+            TypeError: `patterns` is no function without arguments.
         """
+        _check_patterns(patterns)
 
         def declare(read: Callable[[Any, Match], Read]) -> Any:
             self.patterns.append(Anchor(patterns, read, extra_check))
@@ -236,7 +252,11 @@ class Fusion:
         Args:
             patterns: as those of `anchor`.
             extra_check: as that of `anchor`.
+
+        Raises:
+            TypeError: `patterns` is no function without arguments.
         """
+        _check_patterns(patterns)
 
         def declare(read: Callable[[Any, Sequence[Match]], Any]) -> Any:
             self.patterns.append(Group(patterns, read, extra_check))

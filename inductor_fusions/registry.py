@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
 from collections.abc import Iterable
@@ -50,6 +51,7 @@ def _loaded(skipped: frozenset[str]) -> tuple[Foreign, ...]:
     found: list[Foreign] = []
     taken = {fusion.name for fusion in fusions.ALL}
     entries = [entry for entry in metadata.entry_points(group=GROUP) if entry.name not in skipped]
+    known = {*taken, *(entry.name for entry in metadata.entry_points(group=GROUP))}
     for entry in sorted(entries, key=lambda e: (e.name, e.value)):
         package = entry.dist.name if entry.dist is not None else "?"
         try:
@@ -64,6 +66,9 @@ def _loaded(skipped: frozenset[str]) -> tuple[Foreign, ...]:
             continue
         taken |= {fusion.name for fusion in given}
         found.append(Foreign(entry.name, package, given))
+    for name in sorted(skipped - known - taken):
+        near = difflib.get_close_matches(name, known | taken, n=1, cutoff=0.0)
+        log.warning("%s, which is to be skipped, is no fusion; did you mean %s?", name, near[0])
     return tuple(found)
 
 

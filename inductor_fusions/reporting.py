@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import fx
 
-from . import _inductor
+from . import _inductor, config
 from .sites import SCHEMA, Report, Site, Verdict
 
 __all__ = ["Report", "Site", "Verdict", "clear", "isolated", "report"]
@@ -66,7 +66,12 @@ def report() -> Report:
     """
     with _lock:
         unknown = _restore()
-        return Report([entry.site for entry in _entries], unknown)
+        return Report([entry.site for entry in _entries], unknown, are_off())
+
+
+def are_off() -> bool:
+    """Whether no fusion runs: by the setting, or because Inductor's hook has no pass of the package."""
+    return not config.enabled or (_inductor.inductor_loaded() and not _inductor.passes_installed())
 
 
 def clear() -> None:
@@ -132,7 +137,7 @@ class _Pending(threading.local):
 
 @dataclass
 class Ledger:
-    """What was recorded up to a point in time, or since one.
+    """The records up to a point in time, or since one.
 
     Attributes:
         counts: counters of the sites, by name.
@@ -157,7 +162,7 @@ def mark() -> Ledger:
 
 
 def since(before: Ledger) -> Ledger:
-    """What this thread recorded since `before`."""
+    """The records of this thread since `before`."""
     now, own = mark(), threading.get_ident()
     known = {id(entry) for entry in before.entries}
     entries = [entry for entry in now.entries if id(entry) not in known and entry.thread == own]

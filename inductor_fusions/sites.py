@@ -83,10 +83,12 @@ class Report:
     Attributes:
         sites: the candidates, in the order in which they were met.
         unknown: number of graphs whose code came from a cache that has no records of their sites.
+        off: whether the fusions were off when the report was made.
     """
 
     sites: list[Site] = field(default_factory=list)
     unknown: int = 0
+    off: bool = False
 
     def __len__(self) -> int:
         return len(self.sites)
@@ -95,7 +97,13 @@ class Report:
         return iter(self.sites)
 
     def count(self, verdict: Verdict = "fused", fusion: str | None = None) -> int:
-        """The number of sites with this verdict, of one fusion or of all."""
+        """The number of sites with this verdict, of one fusion or of all.
+
+        Raises:
+            ValueError: the verdict is invalid.
+        """
+        if verdict not in get_args(Verdict):
+            raise ValueError(f"verdict must be {' or '.join(get_args(Verdict))}, not {verdict!r}")
         return sum(s.verdict == verdict and fusion in (None, s.fusion) for s in self.sites)
 
     def to_dict(self) -> dict[str, object]:
@@ -112,7 +120,7 @@ class Report:
         said = [f"{count} {verdict}" for verdict, count in verdicts.items()]
         if self.unknown:
             said.append(f"{self.unknown} graphs from a cache without records")
-        return ", ".join(said) or "no candidate was found"
+        return ", ".join(said) or "no candidate was found" + ": the fusions are off" * self.off
 
     def __rich__(self) -> Table:
         return table(self.sites)

@@ -19,6 +19,9 @@ SWITCHES = {
     "no": False,
 }
 
+#: What numbers are said to be.
+_NUMBER = "a whole number"
+
 _takes: dict[str, tuple[str, ...]] = {}
 
 
@@ -56,16 +59,42 @@ def choice(name: str, *values: str) -> str:
 
 
 def text(name: str, meaning: str) -> str | None:
-    """Declare a variable that takes text; if `meaning` is "a number", an integer of 0 or more.
+    """Declare a variable that takes any text; `meaning` says what it is."""
+    _takes[name] = (meaning,)
+    return os.environ.get(name)
+
+
+def number(name: str) -> str | None:
+    """Declare a variable that takes an integer of 0 or more.
 
     Raises:
         ValueError: it is set to something else.
     """
-    _takes[name] = (meaning,)
-    value = os.environ.get(name)
-    if value is not None and meaning == "a number" and not value.isdecimal():
+    value = text(name, _NUMBER)
+    if value is not None and not value.isdecimal():
         raise _refused(name, value)
     return value
+
+
+def check_assigned(name: str, value: object, called: str) -> None:
+    """Check a value that is not from the environment.
+
+    Args:
+        name: the variable that takes such values.
+        called: what was set, for the message.
+
+    Raises:
+        ValueError: the value is not valid.
+    """
+    takes = _takes[name]
+    if takes == ("0", "1"):
+        valid = value in (True, False)
+    elif takes == (_NUMBER,):
+        valid = value is None or str(value).isdecimal()  # None: no limit
+    else:
+        valid = isinstance(value, str) and (len(takes) == 1 or value in takes)
+    if not valid:
+        raise _refused(name, value, called)
 
 
 def check() -> None:
@@ -78,5 +107,5 @@ def check() -> None:
             )
 
 
-def _refused(name: str, value: str) -> ValueError:
-    return ValueError(f"{name} must be {' or '.join(_takes[name])}, not {value!r}")
+def _refused(name: str, value: object, called: str = "") -> ValueError:
+    return ValueError(f"{called or name} must be {' or '.join(_takes[name])}, not {value!r}")

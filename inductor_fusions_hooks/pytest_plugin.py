@@ -134,5 +134,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if not path.absolute().parent.is_dir():
         raise pytest.UsageError(f"--fusions-report: the folder {path.parent} does not exist")
+    if path.is_dir():
+        raise pytest.UsageError(f"--fusions-report: {path} is a folder, not a file")
     config.stash[_KEY] = _Collector(path)
     config.pluginmanager.register(config.stash[_KEY], "inductor_fusions_report")

@@ -109,7 +109,7 @@ def _entries(code: CodeType) -> list[Any]:
 
 
 def _drop(entry: Any) -> None:
-    """As Dynamo does when an object that the compiled code depends on goes away."""
+    """Invalidate an entry as Dynamo does when an object that its code depends on is gone."""
     from torch._dynamo.guards import DeletedGuardManagerWrapper
 
     manager, gone = entry.guard_manager, DeletedGuardManagerWrapper("compiled apart")

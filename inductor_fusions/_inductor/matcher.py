@@ -108,7 +108,7 @@ class Patterns:
         self.matcher = _torch().PatternMatcherPass(pass_name=name, subsystem="inductor_fusions")
 
     def add(self, key: int, patterns: Iterable[Any], check: Callable[[Match], bool] | None = None) -> None:
-        """Look for patterns.
+        """Add patterns to search for.
 
         Args:
             patterns: patterns of torch; functions and operators, and names of methods, which match with
@@ -290,7 +290,7 @@ def _is_default(node: fx.Node, name: str, given: Any) -> bool:
 
 
 def difference(pattern: Any, node: Any) -> tuple[str, int]:
-    """Where a graph stops to be what a pattern says, or "", and how many operations agree before that."""
+    """The first difference between a graph and a pattern, or "", and how many operations agree before it."""
     agreed = [0]
     if isinstance(pattern, _torch().MultiOutputPattern):
         pattern = pattern.outputs[0]

@@ -47,7 +47,7 @@ class Columns:
         )  # fmt: skip
 
     def built(self, build: Builder) -> Product:
-        """The same product as a node of the graph, with slices of the weight and the bias."""
+        """Add the product of these columns to the graph, with slices of the weight and the bias."""
         base = self.base
 
         def part(node: fx.Node) -> fx.Node:

@@ -47,7 +47,7 @@ class Expressions:
         return None if found is None else self._of(node, found.dtype, _DEPTH)
 
     def _of(self, node: Any, result: torch.dtype, depth: int) -> Any:
-        """The same for a part of an expression of dtype `result`."""
+        """The expression of `node` as a part of one whose dtype is `result`."""
         if isinstance(node, (int, float)) and not isinstance(node, bool):
             return float(node)
         if not isinstance(node, fx.Node) or depth == 0 or tensor(node) is None:

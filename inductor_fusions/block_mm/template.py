@@ -72,7 +72,7 @@ class Structure:
 
     @property
     def groups(self) -> int:
-        """Their number."""
+        """The number of groups."""
         return len(self.activations)
 
 

@@ -10,11 +10,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from ..reasons import Reason
 from ..sites import SCHEMA, Site
 
 
@@ -36,12 +37,12 @@ class Found:
     Attributes:
         number: its position among the fused sites of the process, from 1. With fewer sites the result is
             right.
-        sites: the number of fused sites.
+        sites: the number of fused sites; None if a run with all of them ends without a report.
         site: the site.
     """
 
     number: int
-    sites: int
+    sites: int | None
     site: Site
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,8 +53,9 @@ class Found:
         }  # fmt: skip
 
     def __str__(self) -> str:
+        of_all = f" of {self.sites}" if self.sites else ""
         return (
-            f"site {self.number} of {self.sites} changes the result:\n{self.site}\n"
+            f"site {self.number}{of_all} changes the result:\n{self.site}\n"
             f"The result is right with INDUCTOR_FUSIONS_MAX={self.number - 1}, and wrong with "
             f"INDUCTOR_FUSIONS_MAX={self.number}"
         )
@@ -61,9 +63,19 @@ class Found:
 
 @dataclass(frozen=True)
 class _Run:
+    """One run of the script.
+
+    Attributes:
+        fused: the fused sites, in order.
+        following: the first site that was left out for the limit; None if there is none.
+        killed: whether a signal ended it, so that it has no report.
+    """
+
     code: int
     output: str
     fused: list[Site]
+    following: Site | None = None
+    killed: bool = False
 
 
 def bisect(
@@ -97,26 +109,33 @@ def bisect(
         raise Nothing(
             f"the script fails without fusions too (exit code {reference.code}), so no site is the cause"
         )
-    whole = _run(script, arguments, sys.maxsize)
-    total = len(whole.fused)
-    say(f"{total} sites fused: {'right' if right(whole) else 'wrong'}")
-    if right(whole):
+
+    def tried(most: int) -> tuple[_Run, bool]:
+        run = _run(script, arguments, most)
+        count = most if run.killed else len(run.fused)
+        say(f"{'all' if count == sys.maxsize else count} sites fused: {'right' if right(run) else 'wrong'}")
+        return run, right(run)
+
+    last, good = tried(sys.maxsize)
+    total = None if last.killed else len(last.fused)
+    if good:
         raise Nothing(f"the result is right with all {total} sites fused, so there is nothing to find")
     if total == 0:
         raise Nothing("the result differs although nothing was fused, so no fusion is the cause")
-    low, high, last = 0, total, whole  # right with `low` sites, wrong with `high`
-    while high - low > 1:
-        middle = (low + high) // 2
-        run = _run(script, arguments, middle)
-        good = right(run)
-        say(f"{middle} sites fused: {'right' if good else 'wrong'}")
-        if good:
-            low = middle
-        else:
+    low, high, first = 0, total, reference  # right with `low` sites, wrong with `high`
+    while high is None or high - low > 1:
+        middle = max(1, 2 * low) if high is None else (low + high) // 2
+        run, good = tried(middle)
+        if not good:
             high, last = middle, run
-    if len(last.fused) < high:
+        elif high is None and run.following is None:
+            break
+        else:
+            low, first = middle, run
+    site = first.following if last.killed else next(iter(last.fused[(high or 1) - 1 :]), None)
+    if high is None or site is None:
         raise Nothing("the script fuses different sites in each run: make it deterministic")
-    return Found(high, total, last.fused[high - 1])
+    return Found(high, total, site)
 
 
 def _run(script: Sequence[str], arguments: Sequence[str], most: int) -> _Run:
@@ -128,8 +147,15 @@ def _run(script: Sequence[str], arguments: Sequence[str], most: int) -> _Run:
         try:
             sites = [Site.from_dict(site) for site in json.loads(report.read_text("utf-8"))["sites"]]
         except (OSError, ValueError):
+            if done.returncode < 0 and most:
+                return _Run(done.returncode, done.stdout, [], killed=True)
             raise Nothing(f"the script ended without a report: {done.stderr.strip()[-300:]}") from None
-    return _Run(done.returncode, done.stdout, [site for site in sites if site.verdict == "fused"])
+    following = next((site for site in sites if site.code == Reason.LEFT_OUT.code), None)
+    if following is not None:  # as it is where a run that fuses it is killed
+        kernel = "unknown, because the process was killed"
+        following = replace(following, verdict="fused", reason="", hint="", code="", kernel=kernel)
+    fused = [site for site in sites if site.verdict == "fused"]
+    return _Run(done.returncode, done.stdout, fused, following)
 
 
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\bnan\b|\binf\b)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Annotated
@@ -35,10 +36,14 @@ def main() -> None:
         code = 130
     except Exception as error:
         # Typer's own errors; their base class has no public name that all versions share.
-        if not hasattr(error, "format_message"):
+        if hasattr(error, "format_message"):
+            print(f"{PROG}: {one_line(error.format_message())}", file=sys.stderr)
+            code = getattr(error, "exit_code", 2)
+        elif getattr(error, "errno", None) == errno.ENOSPC:  # where the output goes
+            print(f"{PROG}: {error}", file=sys.stderr)
+            code = 1
+        else:
             raise
-        print(f"{PROG}: {one_line(error.format_message())}", file=sys.stderr)
-        code = getattr(error, "exit_code", 2)
     sys.exit(code)
 
 

@@ -26,7 +26,7 @@ def load(name: str) -> Any:
     if not is_checkout(ROOT):
         raise UserError(
             "the installed package has no benchmarks: clone the repository, pip install -e "
-            "'.[models,bench]', and run this there"
+            "'.[models,bench]', and run this there; tune run, tune export and tune --why work here too"
         )
     with imports_from(ROOT):
         found = importlib.import_module(f"bench.{name}")
@@ -56,6 +56,9 @@ def bench(context: typer.Context) -> None:
 
     Only in a checkout.
     """
+    if not is_checkout(ROOT) and {"-h", "--help"} & {*context.args}:
+        print(context.get_help())
+        return
     command = typer.main.get_command(load("gate").app)
     raise typer.Exit(command.main(context.args, f"{PROG} bench", standalone_mode=False) or 0)
 
@@ -107,7 +110,7 @@ def tune(
     budget: Annotated[
         float | None,
         typer.Option(
-            metavar="SECONDS", help="Stop after this many seconds. A row that has begun is finished."
+            min=0.0, metavar="SECONDS", help="Stop after this many seconds. A row that has begun is finished."
         ),
     ] = None,
     write_table: Annotated[

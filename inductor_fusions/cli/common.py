@@ -31,7 +31,7 @@ class UserError(typer.BadParameter):
 
 
 class Device(str, Enum):
-    """Where to run."""
+    """A device that `--device` names."""
 
     auto = "auto"
     cpu = "cpu"
@@ -90,7 +90,8 @@ def console() -> Console:
     """The console for tables, as wide as the terminal, or 160 columns without one."""
     from rich.console import Console
 
-    return Console() if sys.stdout.isatty() else Console(width=160)
+    at_terminal = sys.stdout is not None and sys.stdout.isatty()  # None if the caller has closed it
+    return Console() if at_terminal else Console(width=160)
 
 
 def print_json(data: dict[str, Any]) -> None:
@@ -102,8 +103,14 @@ def writable(path: os.PathLike[str] | None, option: str) -> None:
     """Refuse a file that cannot be written before the work is done for it.
 
     Raises:
-        UserError: its folder does not exist.
+        UserError: its folder does not exist, it is a folder itself, or the user may not write it.
     """
-    folder = os.path.dirname(os.path.abspath(path)) if path is not None else ""
-    if path is not None and not os.path.isdir(folder):
+    if path is None:
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
         raise UserError(f"{option}: the folder {os.path.dirname(path)} does not exist")
+    if os.path.isdir(path):
+        raise UserError(f"{option}: {os.fspath(path)} is a folder, not a file")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise UserError(f"{option}: no permission to write {os.fspath(path)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ def env(as_json: JsonFlag = False) -> None:
         table.add_row(toggle["variable"], f"{value} ({toggle['from']})")
     table.add_section()
     tuned = found["tables"]
+    for folder, count in tuned["folders"].items():
+        table.add_row("tables in", f"{folder}: " + ("no such folder" if count is None else f"{count} files"))
     for entry in tuned["files"]:
         rows = ", ".join(f"{count} of {section}" for section, count in entry["sections"].items())
         measured = ", ".join(f"{what} {version}" for what, version in entry["measured_with"].items())
@@ -86,6 +89,7 @@ def environment() -> dict[str, Any]:
             "device": name,
             "found": tables.load(name) is not None,
             "hint": another_triton(tables.load(name), versions["triton"]) if device.type == "cuda" else "",
+            "folders": _folders(),
             "files": _table_files(),
         },
     }
@@ -116,7 +120,7 @@ def _toggles() -> list[dict[str, Any]]:
     for name, value in toggles.get_config_copy().items():
         if name.startswith("_") or not name.islower():  # what else the module holds
             continue
-        variable = _variable(name)
+        variable = config.variable_of(name)
         shown = int(value) if isinstance(value, bool) else value  # as the variable takes it
         given = os.environ.get(variable)
         if given is not None and isinstance(value, bool):  # true, on and yes are 1
@@ -128,20 +132,11 @@ def _toggles() -> list[dict[str, Any]]:
     return found
 
 
-def _variable(toggle: str) -> str:
-    """The environment variable of a toggle."""
-    return "INDUCTOR_FUSIONS" if toggle == "enabled" else f"INDUCTOR_FUSIONS_{toggle.upper()}"
-
-
 def _table_files() -> list[dict[str, Any]]:
-    devices = tables.folder() / "devices"
-    if not devices.is_dir():
-        return []
-    names = sorted(entry.name for entry in devices.iterdir() if entry.name.endswith(".json"))
-    loaded = {name: tables.load(name.removesuffix(".json")) for name in names}
+    loaded = {name: tables.load(name) for name in tables.names()}
     return [
         {
-            "file": f"{devices.name}/{name}",
+            "file": f"devices/{name}.json",
             "usable": table is not None,
             "measured_with": {
                 what: version for what, version in (table or {}).items() if what in ("torch", "triton")
@@ -153,6 +148,12 @@ def _table_files() -> list[dict[str, Any]]:
         }
         for name, table in loaded.items()
     ]
+
+
+def _folders() -> dict[str, int | None]:
+    """The folders of tables and of measurements, with the number of their files; None: there is no folder."""
+    places = [Path(os.path.normpath(str(place))) for place in (*tables.folders(), machine.folder())]
+    return {str(place): len([*place.glob("*.json")]) if place.is_dir() else None for place in places}
 
 
 @app.command("list", epilog=EXIT_CODES)
@@ -192,7 +193,7 @@ def _describe_fusion(fusion: Fusion) -> dict[str, Any]:
         "name": fusion.name,
         "package": package,
         "stage": fusion.stage,
-        "variable": _variable(toggle) if toggle else f"INDUCTOR_FUSIONS_SKIP={fusion.name}",
+        "variable": config.variable_of(toggle) if toggle else f"INDUCTOR_FUSIONS_SKIP={fusion.name}",
         "on": config.is_on(fusion.name),
         "summary": fusion.summary,
         "gains": {device: gains for device in _devices() if (gains := _gains(device, fusion.name))},

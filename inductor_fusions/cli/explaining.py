@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from .. import config
 from ..explaining import Explanation
 from ..explaining import explain as explain_model
 from ..sites import error_text, groups
@@ -24,6 +23,7 @@ from .models import Attention, Precision, from_callable, from_hugging_face, to_d
     "argument, environment variable or model, with one line on stderr."
 )
 def explain(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(
@@ -81,6 +81,7 @@ def explain(
     precision = dtype or (Precision.bfloat16 if on_gpu else Precision.float32)
     with calm():
         if ":" in model and not Path(model).exists():
+            _check_own_model(context)
             module, kwargs = from_callable(model)
         else:
             module, kwargs = from_hugging_face(model, attn, batch, seq, padded, layers)
@@ -99,9 +100,20 @@ def explain(
     out = console()
     if found.sites:
         out.print(found)
-    if not config.enabled:
-        out.print("The fusions are off: INDUCTOR_FUSIONS=0.")
     out.print(f"{model}: {found.summary()}", markup=False, highlight=False)
+
+
+def _check_own_model(context: typer.Context) -> None:
+    """Refuse options that make a Hugging Face model if the model is the user's own.
+
+    Raises:
+        UserError: one of them was given.
+    """
+    for name in ("attn", "dtype", "batch", "seq", "padded", "no_cache", "layers"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} is for models of Hugging Face: module:callable makes its own")
 
 
 def _check_target(target: str, train: bool, device: Device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import runpy
 import sys
@@ -17,7 +18,7 @@ from .. import reporting
 from ..checking import bisecting
 from ..driver import watching
 from . import app
-from .common import PROG, JsonFlag, UserError, console, print_json, writable
+from .common import PROG, JsonFlag, UserError, console, imports_from, print_json, writable
 from .issue import Collector
 from .issue import write as write_issue
 
@@ -58,20 +59,16 @@ def run(
     """
     writable(as_json, "--json")
     writable(issue, "--issue")
-    if not module and not Path(script).is_file():
-        raise UserError(f"no such file: {script}")
+    _check_script(script, module)
     collector, raised = Collector(), ""
     sys.argv = [script, *context.args]
     sys.path[0] = os.getcwd() if module else str(Path(script).resolve().parent)
     try:
         with watching.observing(collector) if issue is not None else contextlib.nullcontext():
             if module:
-                _check_module(script)
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(script, run_name="__main__")
-    except UserError:
-        raise
     except Exception as error:
         raised = "".join(traceback.format_exception(type(error), error, _of_script(error.__traceback__)))
         sys.stderr.write(raised)
@@ -86,15 +83,25 @@ def run(
             print(found, file=sys.stderr)
 
 
-def _check_module(name: str) -> None:
-    import importlib.util
+def _check_script(script: str, module: bool) -> None:
+    """Refuse a script that does not exist.
 
+    Raises:
+        UserError: there is no such file, module or option.
+    """
+    if script.startswith("-"):  # options that are not known here are taken for the script's
+        raise UserError(f"no such option: {script}; options of the script follow its name")
+    if not module:
+        if not Path(script).is_file():
+            raise UserError(f"no such file: {script}")
+        return
     try:
-        found = importlib.util.find_spec(name)
+        with imports_from(Path.cwd()):
+            found = importlib.util.find_spec(script)
     except (ImportError, ValueError) as error:
-        raise UserError(f"no module named {name}: {error}") from error
+        raise UserError(f"no module named {script}: {error}") from error
     if found is None:
-        raise UserError(f"no module named {name}")
+        raise UserError(f"no module named {script}")
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
@@ -132,8 +139,7 @@ def bisect(
     Runs the script repeatedly with INDUCTOR_FUSIONS_MAX, which fuses only the first sites, and halves the
     range each time. Arguments after SCRIPT are passed to it.
     """
-    if not module and not Path(script).is_file():
-        raise UserError(f"no such file: {script}")
+    _check_script(script, module)
 
     def say(line: str) -> None:
         print(f"{PROG}: {line}", file=sys.stderr)

@@ -47,7 +47,8 @@ def run_script(given: Sequence[str], device: torch.device) -> int:
     done = subprocess.run([sys.executable, "-c", main, "run", *given], env={**os.environ, **own})
     machine.forget()
     new = {problem: row for problem, row in _problems(device) if before.get(problem) != row}
-    _show(new)
+    if new or done.returncode == 0:
+        _show(new)
     return done.returncode
 
 
@@ -93,7 +94,10 @@ def export(given: Sequence[str], device: torch.device) -> None:
         raise UserError(f"no measurements of this machine for {name}: measure with {PROG} tune run SCRIPT")
     path = Path(given[0]) if given else tables.user_folder() / "devices"
     if not given:
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"tune export: cannot create {path}: {error.strerror}") from None
     path = path / f"{name}.json" if path.is_dir() else path
     writable(path, "tune export")
     new = Table(found)

@@ -131,7 +131,7 @@ def once() -> Iterator[None]:
 
 
 def _asked(find: Callable[[Query, torch.device], Found], query: Query, device: torch.device) -> Found:
-    """What tables say of a problem."""
+    """`find` of a problem, once for each problem inside `once`."""
     known = None if config.measure else _known.get()
     if known is None:
         return find(query, device)

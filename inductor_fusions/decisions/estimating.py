@@ -32,7 +32,7 @@ class Estimate:
 
     @property
     def lower(self) -> float:
-        """The lower end."""
+        """The lower bound: one standard deviation below the mean."""
         return self.mean - BELOW * self.doubt
 
 

@@ -43,9 +43,9 @@ Company = Literal["alone", "together", "launched"]
 
 
 def folder() -> Path:
-    """Where the files are."""
+    """The folder with the measurements of this machine."""
     base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(base).expanduser() / "inductor_fusions" / "measured"
+    return tables.expanded(base) / "inductor_fusions" / "measured"
 
 
 def identity(device: torch.device) -> dict[str, str]:
@@ -59,7 +59,7 @@ def identity(device: torch.device) -> dict[str, str]:
 
 
 def file_name(device: torch.device) -> str:
-    """Of a device's file: its table's name, and a hash of what else must agree."""
+    """The name of a device's file: that of its table, and a hash of the versions that must agree."""
     found = hashlib.sha256(json.dumps(identity(device)).encode()).hexdigest()
     return f"{tables.device_name(device)}-{found[:12]}.json"
 

@@ -279,7 +279,7 @@ class Measurer:
         return self.workers[device]
 
     def _budget(self) -> float:
-        return float(config.measure_budget)
+        return math.inf if config.measure_budget is None else float(config.measure_budget)
 
     def _say(self, text: str) -> None:
         kind = text.rpartition(":")[2]

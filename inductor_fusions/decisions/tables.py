@@ -32,7 +32,7 @@ VARIABLE = "INDUCTOR_FUSIONS_TABLES"
 
 
 def folder() -> Any:
-    """Where the package's tables are: in the installed package, or in the checkout that it is part of."""
+    """The folder of the package's tables: in the installed package, or in its checkout."""
     root = resources.files("inductor_fusions")
     beside = root / ".." / "configs"
     is_checkout = (root / ".." / "pyproject.toml").is_file() and (root / ".." / "bench").is_dir()
@@ -41,15 +41,20 @@ def folder() -> Any:
 
 
 def user_folder() -> Path:
-    """Where tables of the user's own are: those of later sources do not count for the same problems."""
-    base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(base).expanduser() / "inductor_fusions"
+    """The folder of the user's own tables, whose rows precede those of the package for the same problem."""
+    return expanded(os.environ.get("XDG_CONFIG_HOME") or "~/.config") / "inductor_fusions"
 
 
-def _folders() -> Iterator[Any]:
+def expanded(path: str) -> Path:
+    """A path without `~`; one that cannot exist if the user has no home, as in some containers."""
+    found = os.path.expanduser(path)
+    return Path(os.devnull if found.startswith("~") else found)
+
+
+def folders() -> Iterator[Any]:
     """Every folder with tables, the first one first: of the variable, of the user, of the package."""
     if named := os.environ.get(VARIABLE):
-        yield Path(named)
+        yield expanded(named)
     own = user_folder()
     if is_private(own) and is_private(own / "devices"):
         yield own / "devices"
@@ -80,8 +85,10 @@ def _entries(directory: Any) -> list[Any]:
 @functools.lru_cache
 def digest() -> str:
     """Hash of all tables, for cache keys."""
+    if (named := os.environ.get(VARIABLE)) and not os.path.isdir(expanded(named)):
+        log.warning("%s is ignored: there is no folder %s", VARIABLE, named)
     found = hashlib.sha256()
-    for number, directory in enumerate(_folders()):
+    for number, directory in enumerate(folders()):
         for entry in _entries(directory):
             found.update(f"{number} {entry.name}\n".encode() + hashlib.sha256(_content(entry)).digest())
     return found.hexdigest()
@@ -97,7 +104,7 @@ def _content(entry: Any) -> bytes:
 
 def names() -> list[str]:
     """Every device that there is a table of."""
-    return sorted({entry.name.removesuffix(".json") for place in _folders() for entry in _entries(place)})
+    return sorted({entry.name.removesuffix(".json") for place in folders() for entry in _entries(place)})
 
 
 def columns_of(sizes: Any, *without: str) -> dict[str, Any]:
@@ -173,15 +180,17 @@ def _measured(section: str, row: Row) -> Measured:
 def load(name: str) -> Table | None:
     """The table of a device; None, with a warning where a file is broken, if there is none to use."""
     found: Table | None = None
-    for directory in _folders():
+    for directory in folders():
         entry = directory / f"{name}.json"
-        table = _read(entry, name) if entry.is_file() else None
+        table = _read(entry, name)
         found = table if found is None else found if table is None else merged(found, table)
     return found
 
 
 def _read(entry: Any, name: str) -> Table | None:
     try:
+        if not entry.is_file():
+            return None
         content = entry.read_text("utf-8")
     except (OSError, ValueError) as error:
         log.warning("the table %s is invalid and ignored: %s", entry, error)

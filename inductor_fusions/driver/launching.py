@@ -68,7 +68,7 @@ def guarded(compiled: Any, written: Callable[[], Sequence[int] | None], relaunch
 
 
 def guard_backward(compiled: Any, written: Sequence[int], relaunch: Relaunch) -> None:
-    """The same for the code of a backward, which is changed in place.
+    """Guard the first call of a backward, whose code is changed in place.
 
     What the forward saved is held until the first call returns. If memory runs out, the call is repeated
     without holding it.

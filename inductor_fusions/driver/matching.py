@@ -53,7 +53,7 @@ class _Matcher:
     @staticmethod
     @functools.cache
     def of(fusion: Fusion) -> _Matcher:
-        """That of a fusion."""
+        """The matcher of a fusion, made once."""
         return _Matcher(fusion)
 
     def _add(self, key: int, declared: Replacement) -> None:
@@ -69,7 +69,7 @@ class _Matcher:
         self.patterns.add(self.near, near)
 
     def candidates(self, scope: Scope) -> Iterator[Candidate]:
-        """Those of one graph, then those of its bodies."""
+        """The candidates of a graph, then those of its bodies."""
         found: dict[int, list[_inductor.Found]] = {}
         for each in self.patterns.search(scope.graph):
             found.setdefault(each.key, []).append(each)

@@ -109,13 +109,24 @@ class FusionPass(CustomGraphPass):
         """A hash of everything but the graph that the outcome of the pass depends on.
 
         None makes Inductor bypass its cache: if the outcome depends on earlier compiles, if the source of a
-        fusion is not found, or if the pass that was in the hook before has no uuid.
+        fusion is not found, if something raises, or if the pass that was in the hook before has no uuid.
         """
         before = None
         if self.before is not None:
             before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
             if before is None:
                 return None
+        try:
+            state = self._state()
+        except Exception as error:  # a compile must not fail because of a file that cannot be read
+            if config.strict:
+                raise
+            _say_bypassed(repr(error))
+            return None
+        return None if state is None else hashlib.sha256(f"{state}{before!r}".encode()).hexdigest()
+
+    def _state(self) -> str | None:
+        """What `uuid` hashes of the package itself; None if it cannot be hashed."""
         code = code_digest(self.fusions)
         if code is None or config.most_sites() is not None or _inductor.bisecting():
             return None
@@ -136,7 +147,7 @@ class FusionPass(CustomGraphPass):
             ],
             default=str,
         )
-        return hashlib.sha256(f"{code}{state}{before!r}".encode()).hexdigest()
+        return code + state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
         return self  # configs are copied when they are saved
@@ -144,6 +155,11 @@ class FusionPass(CustomGraphPass):
     def __reduce__(self) -> tuple[Any, ...]:
         # torch 2.11 pickles the value of a pre-grad hook into its cache key.
         return (str, (f"{self.stage}:{self.uuid() or uuid.uuid4()}",))
+
+
+@functools.lru_cache
+def _say_bypassed(error: str) -> None:
+    log.warning("Inductor's cache is bypassed, because the key of the fusions cannot be computed: %s", error)
 
 
 @functools.lru_cache

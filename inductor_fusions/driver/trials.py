@@ -176,7 +176,7 @@ class Trials:
         return launching.for_sizes(made.compiled, launching.sizes_of(call.values), self.model), outputs
 
     def _launches(self, reason: str) -> list[tuple[Without, Callable[[fx.Graph], None] | None]]:
-        """What to leave out, in turn: nothing at first if a cache had the code, whose sites are unknown."""
+        """The sites to leave out, in turn: none at first if the code is from a cache."""
         fused = self.first.fused
         kinds = list(dict.fromkeys(each.kind for each in fused))
         some = (

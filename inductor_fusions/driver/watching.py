@@ -1,4 +1,4 @@
-"""Observers of the passes, which only `explain()` installs."""
+"""Observers of the passes, which `explain()` and `run --issue` install."""
 
 from __future__ import annotations
 

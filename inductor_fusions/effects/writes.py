@@ -207,7 +207,7 @@ def nodes_in(argument: Any) -> list[fx.Node]:
 
 
 def _tensors(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Those that may be tensors, or hold some: not numbers, and not the graphs of an operation."""
+    """The nodes that may be or hold tensors: neither numbers nor the graphs of an operation."""
 
     def may_be(node: fx.Node) -> bool:
         value = value_of(node)

@@ -26,6 +26,7 @@ class Explanation(Report):
     Attributes:
         sites: each candidate, in the order of the graphs.
         unknown: always 0, because no cache is read.
+        off: whether the fusions are off.
         title: name of the function or of the module's class.
         train: whether the backward was compiled as well.
         facts: versions, device and policy, name -> text.
@@ -146,6 +147,7 @@ def _explained(
         run(compile(fn, _inductor.passes_only(), dynamic), fn, args, kwargs, train)
     return Explanation(
         sites=sites,
+        off=reporting.are_off(),
         title=type(fn).__name__ if isinstance(fn, torch.nn.Module) else getattr(fn, "__name__", repr(fn)),
         train=train,
         facts=_facts(fn, (args, kwargs)),

@@ -81,7 +81,7 @@ def _read(expression: Any) -> tuple[str, Linear, Linear] | None:
 
 
 def _among_others(root: fx.Node, expressions: Expressions) -> tuple[str, Linear, Linear, list[Any]] | None:
-    """The same for a product with other factors, and these factors."""
+    """The gated pair in a product of more factors, and the other factors."""
     factors = _factors(root)
     of_leaf = dict[fx.Node, list[Any]]()
     for factor in factors:

@@ -109,7 +109,7 @@ class SharedOperand(Candidate):
 
 
 def _sizes(p: Product) -> tuple[int, ...]:
-    """Those of a result; 0 for a symbolic one."""
+    """The sizes of the result of a product; 0 for a symbolic one."""
     return tuple(size if isinstance(size, int) else 0 for size in value(p.node).shape)
 
 

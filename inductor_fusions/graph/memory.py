@@ -125,7 +125,7 @@ class Memory:
         }
         births = {node: self._values[node].birth for node in reads if node in self._values}
         births |= dict.fromkeys(made, position)
-        deaths = {node: self._read_last(node, made, members) for node in made}
+        deaths = {node: self._read_last(node, members) for node in made}
         # A call of several results is no more where all of them are made here.
         calls = {node.all_input_nodes[0] for node in members if node.target is operator.getitem}
         removed = {*members, *(call for call in calls if set(call.users) <= set(members))}
@@ -152,8 +152,8 @@ class Memory:
         self._settle()
         return self._profile.peak()
 
-    def _read_last(self, node: fx.Node, made: Sequence[fx.Node], members: Sequence[fx.Node]) -> fx.Node:
-        """When what is made here is read last."""
+    def _read_last(self, node: fx.Node, members: Sequence[fx.Node]) -> fx.Node:
+        """The last node that reads one of the values made here."""
         if node in self._values:
             return self._interval(node).death
         death = self._death(node)
@@ -326,7 +326,7 @@ class Memory:
                 yield other, None
 
     def _looped(self, node: fx.Node) -> _Stored:
-        """What a pointwise value is in the loop that computes it, the first one that runs."""
+        """A pointwise value as the first loop that computes it stores it."""
         size, sources = str(value(node).numel()), frozenset(self._sources(node))
         births = [self._values[s].birth if s in self._values else s for s in sources]
         ready = max(births, default=None)
@@ -356,7 +356,7 @@ class Memory:
             self._profile.add(stored.interval)
 
     def _death(self, node: fx.Node) -> fx.Node:
-        """When a value is read last: by what is computed in a loop, when that loop runs."""
+        """The last node that reads a value; a pointwise reader reads it when its loop runs."""
         last, seen = node, set[fx.Node]()
         users = self._read_by[node]
         for depth in reversed(range(_DEPTH + 1)):

@@ -78,7 +78,7 @@ class Keeping:
         with suppress_guards(fake_mode_of(self.graph)):
             kind = OWN if others and not is_transformed(self.graph) else "clone"
             short = node if memory in self.repeated else self._without_repeats(node, before)
-            copy = copied(self.graph, short, before, kind)
+            copy = copied(short, before, kind)
             if short is not node:
                 copy = Builder(before).call("expand_as", copy, node)
         self._copies.append((node, copy))

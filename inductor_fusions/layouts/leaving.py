@@ -286,13 +286,13 @@ def _settle(graph: fx.Graph, base: _Base, node: fx.Node) -> None:
     # A copy for the caller is read by nobody else; a value that is overwritten stays one value for all
     # readers.
     ways = base.ways if base.kept and not base.overwritten else set(node.users)
-    new = copied(graph, node, node.next, how)
+    new = copied(node, node.next, how)
     if new is not node:
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user in ways)
 
 
-def copied(graph: fx.Graph, node: fx.Node, before: fx.Node, how: Any) -> fx.Node:
+def copied(node: fx.Node, before: fx.Node, how: Any) -> fx.Node:
     """A value with the strides of its fake value.
 
     Args:

@@ -71,7 +71,7 @@ def pin(graph: fx.Graph) -> int:
             least = math.inf if q.device.type in _READS_BUFFERS else scores / REUSE
             for captured in call.args[position] if len(call.args) > position else ():
                 if isinstance(captured, fx.Node) and tensor(captured) is not None:
-                    _settle(graph, call, captured, least, settled)
+                    _settle(call, captured, least, settled)
     return len(settled)
 
 
@@ -111,9 +111,7 @@ def settle_query(call: fx.Node, settled: dict[fx.Node, fx.Node]) -> None:
         user.replace_input_with(node, settled[node])
 
 
-def _settle(
-    graph: fx.Graph, first: fx.Node, captured: fx.Node, least: float, settled: dict[fx.Node, fx.Node]
-) -> None:
+def _settle(first: fx.Node, captured: fx.Node, least: float, settled: dict[fx.Node, fx.Node]) -> None:
     """Fix the strides of the values that one captured tensor is computed from, as far as they are inlined.
 
     Values of at most `least` elements are fixed in any case. A range of which one place is read is fixed as

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import types
 from collections.abc import Callable
 from typing import Any
@@ -28,17 +30,16 @@ def visible(row: Any, data: torch.Tensor) -> torch.Tensor | None:
     """Which keys are seen, (batch or 1, 1, q_len, kv_len); `data` holds padding or document numbers."""
     i = torch.arange(row.q_len, device=data.device)[:, None]
     j = torch.arange(row.kv_len, device=data.device)[None, :]
-    seen = None
+    parts = []
     if "causal" in row.mask:
-        seen = (j <= i)[None, None]
+        parts.append((j <= i)[None, None])
     if "window" in row.mask:
-        seen = seen & (j > i - row.window)
+        parts.append((j > i - row.window)[None, None])
     if "pad" in row.mask:
-        padded = (data != 0)[:, None, None, :]
-        seen = padded if seen is None else seen & padded
+        parts.append((data != 0)[:, None, None, :])
     if "document" in row.mask:
-        seen = seen & (data[:, None, :, None] == data[:, None, None, :])  # type: ignore[operator]
-    return seen
+        parts.append(data[:, None, :, None] == data[:, None, None, :])
+    return functools.reduce(operator.and_, parts) if parts else None
 
 
 def alibi(row: Any, data: torch.Tensor) -> torch.Tensor:

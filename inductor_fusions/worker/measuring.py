@@ -68,7 +68,7 @@ def _stock(case: Case) -> Run:
 
 
 def _fused(case: Case, toggles: Mapping[str, Any], kernel: str) -> Run:
-    """The fused code.
+    """Compile and run the fused code.
 
     Raises:
         NotFusedError: there is none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -114,13 +115,16 @@ def test_env_shows_hooks_that_are_not_installed() -> None:
 TABLE = {"schema": tables.SCHEMA, "device": "a CPU", "torch": "2.13.0", "date": "2026-01-01"}
 
 
-def test_env_shows_tables(own_tables: Path) -> None:
+def test_env_shows_tables(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = run_json("env")["tables"]["device"]
     (own_tables / f"{name}.json").write_text(json.dumps({**TABLE, "attention": []}))
     (own_tables / "other.json").write_text("{")
     tables.load.cache_clear()
+    monkeypatch.setenv(tables.VARIABLE, "no/such")
     found = run_json("env")["tables"]
     assert found["found"] is True
+    assert found["folders"][str(own_tables)] == 2 and found["folders"]["no/such"] is None
+    assert "no/such: no such folder" in run("env")
     assert {entry["file"]: entry["usable"] for entry in found["files"]} == {
         f"devices/{name}.json": True,
         "devices/other.json": False,
@@ -311,6 +315,10 @@ def test_explain_reports_a_model_that_does_not_run(tiny: str) -> None:
         (["demo", "--device", "abacus"], "abacus"),
         (["demo", "--json", "no/such/folder.json"], "no/such"),
         (["explain", "tiny_models:make", "--html", "no/such/page.html"], "no/such"),
+        (["explain", "tiny_models:make", "--html", "."], "is a folder"),
+        (["explain", "tiny_models:make", "--no-cache"], "--no-cache is for models of Hugging Face"),
+        (["explain", "tiny_models:make", "--seq", "128"], "--seq is for models of Hugging Face"),
+        (["tune", "attention", "--budget", "-1"], "budget"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -324,6 +332,27 @@ def test_mistakes_are_one_line(
     if arguments[-1] != "--yaml":
         pytest.importorskip("transformers")
     assert says in refuse(monkeypatch, capsys, *arguments)
+
+
+def test_a_file_that_may_not_be_written(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    said = refuse(monkeypatch, capsys, "explain", f"{tiny}:make", "--html", "page.html")
+    assert "--html: no permission to write page.html" in said
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_output_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk is one line; a stdout that the caller has closed is none."""
+    monkeypatch.setattr(sys, "argv", ["inductor-fusions", "list"])
+    for stdout, code, lines in ((io.FileIO("/dev/full", "w"), 1, 1), (None, 0, 0)):
+        monkeypatch.setattr(sys, "stdout", stdout and io.TextIOWrapper(stdout, write_through=True))
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        assert (exit.value.code or 0, capsys.readouterr().err.count("\n")) == (code, lines)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

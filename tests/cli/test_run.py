@@ -124,6 +124,9 @@ def test_under_torchrun(folder: Path) -> None:
         (["run", "-m", "no_such_module"], "no module named no_such_module"),
         (["run"], "SCRIPT"),
         (["run", "--json", "no/such/r.json", "train.py"], "--json: the folder no/such does not exist"),
+        (["run", "--json", ".", "train.py"], "--json: . is a folder"),
+        (["run", "--jsn", "r.json", "train.py"], "no such option: --jsn"),
+        (["bisect", "-m", "no_such_module"], "no module named no_such_module"),
         (["bisect", "no_such.py"], "no such file: no_such.py"),
         (["bisect", "--by", "magic", "train.py"], "magic"),
     ],
@@ -201,7 +204,10 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
         def simulate(script: object, arguments: object, most: int) -> bisecting._Run:
             asked.append(most)
             count = min(most, total)
-            return bisecting._Run(*run(count), [Site("attention", "fused", f"n{i}") for i in range(count)])
+            sites = [Site("attention", "fused", f"n{i}") for i in range(total)]
+            (code, output), following = run(count), sites[count] if count < total else None
+            fused = sites[:count] if code >= 0 else []
+            return bisecting._Run(code, output, fused, following, killed=code < 0)
 
         monkeypatch.setattr(bisecting, "_run", simulate)
         return asked
@@ -216,6 +222,16 @@ def test_every_site_is_found(total: int, simulated: Callable) -> None:
         found = bisecting.bisect(["train.py"], [])
         assert (found.number, found.sites, found.site.node) == (wrong, total, f"n{wrong - 1}")
         assert len(asked) <= 2 + total.bit_length()
+
+
+@pytest.mark.parametrize("total", [1, 2, 7, 24])
+def test_a_site_that_kills_the_process_is_found(total: int, simulated: Callable) -> None:
+    """Such a run has no report: its site is the first one that the last right run leaves out."""
+    for wrong in range(1, total + 1):
+        asked = simulated(total, lambda count, wrong=wrong: (-11 if count >= wrong else 0, ""))
+        found = bisecting.bisect(["train.py"], [])
+        assert (found.number, found.sites, found.site.node) == (wrong, None, f"n{wrong - 1}")
+        assert len(asked) <= 3 + 2 * total.bit_length() and "None" not in str(found)
 
 
 def test_by_output(simulated: Callable) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,12 @@ def test_nothing_was_measured(home: Path) -> None:
     script = home / "train.py"
     script.write_text("")
     assert "nothing was measured" in tune("run", str(script))
+    assert tune("run", "no_such.py", code=2) == ""  # the line on stderr is the other process's
+
+
+def test_help_of_bench_without_a_checkout() -> None:
+    done = CliRunner().invoke(cli.app, ["bench", "--help"])
+    assert (done.exit_code, "Only in a checkout" in done.output) == (0, True)
 
 
 def test_run_wants_a_script_and_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +122,16 @@ def test_rows_are_added_to_a_table_that_is_there(home: Path) -> None:
     path.write_text("{}")
     assert "is not a table of cpu" in tune("export", code=2)
     assert path.read_text() == "{}"
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with a user that the system does not know: a folder has to be named."""
+    for name in ("XDG_DATA_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(machine, "load", lambda device: {"attention": []})
+    assert "tune export: cannot create" in tune("export", code=2)
+    assert "cannot create" in machine.prepare()
 
 
 def test_why_says_that_it_was_measured_here() -> None:

@@ -16,7 +16,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     for name in machine.LAUNCHED:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(tables, "_folders", lambda: iter(()))
+    monkeypatch.setattr(tables, "folders", lambda: iter(()))
     load = tables.load
     load.cache_clear()
     machine.forget()

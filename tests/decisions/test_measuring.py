@@ -362,7 +362,7 @@ def test_end_to_end(tmp_path: Path) -> None:
     script.write_text(
         "import json, sys, torch, inductor_fusions\n"
         "from inductor_fusions import decisions\nfrom inductor_fusions.decisions import tables\n"
-        "tables._folders = lambda: iter(())\n"
+        "tables.folders = lambda: iter(())\n"
         "def attention(q, k, v):\n"
         "    i = torch.arange(q.shape[-2])\n"
         "    scores = (q @ k.transpose(-2, -1) * 0.125).masked_fill(i > i[:, None], -1e9)\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,18 @@ def test_tables_of_the_user_come_first(own: Path, tmp_path: Path, monkeypatch: p
     # A broken one is a warning; the others count.
     (named / f"{NAME}.json").write_text("{")
     assert gains() == [{"sdpa": 3.0}, {"sdpa": 5.0}]
+
+
+def test_folders_that_are_not_there(
+    own: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tables that remain are used; a folder that was named is missed in a warning."""
+    monkeypatch.setenv(tables.VARIABLE, "no/such")
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # the user has no home
+    tables.digest.cache_clear()
+    assert tables.digest() and gains() == [{"sdpa": 2.0}] and not tables.user_folder().exists()
+    assert "there is no folder no/such" in caplog.text
 
 
 def test_tables_that_others_can_write_are_left_alone(own: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +116,25 @@ def ask(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mask", ["causal", "window", "document", "pad", "causal+document", "window+pad"])
+def test_what_is_seen_through_a_mask(mask: str) -> None:
+    """Each part by itself, and together with others."""
+    made = attention.case({**ATTENTION, "mask": mask}, "cpu")
+    data, i = made.inputs[3], torch.arange(ATTENTION["kv_len"])
+    parts = {
+        "causal": i[:, None] >= i,
+        "window": i[:, None] - i < 8,
+        "document": data[:, None, :, None] == data[:, None, None, :],
+        "pad": data[:, None, None, :] != 0,
+    }
+    wanted = torch.ones(1, 1, len(i), len(i), dtype=torch.bool)
+    for name in mask.split("+"):
+        wanted = wanted & parts[name]
+    seen = attention.visible(types.SimpleNamespace(**ATTENTION | {"mask": mask, "window": 8}), data)
+    assert seen is not None and torch.equal(seen.expand(wanted.shape), wanted)
+    assert made.fn(*made.inputs)[0].isfinite().all()
+
+
 @pytest.mark.parametrize("mask", ["none", "causal", "pad", "bias_grad", "causal+pad"])
 def test_an_attention_is_measured(mask: str, fresh_cache: None) -> None:
     row = {**ATTENTION, "mask": mask, "train": mask != "causal+pad"}

@@ -103,6 +103,10 @@ def test_commands_exist(page: Path) -> None:
         assert (ROOT / name).exists(), f"{page.name}: {name}"
     for name in re.findall(r"`(test_\w+)`", text):
         assert f"def {name}(" in TESTS, f"{page.name}: {name}"
+    sources = [path for top in ("inductor_fusions", "tests") for path in (ROOT / top).rglob("*.py")]
+    for name, file in re.findall(r"`(\w+)` (?:in|of) `([\w./]+\.py)`", text):
+        found = [path.read_text() for path in sources if str(path).endswith(f"/{file}")]
+        assert any(re.search(rf"\b{name}\b", code) for code in found), f"{page.name}: {name} in {file}"
 
 
 #: Packages of which each module has a row.

@@ -32,8 +32,8 @@ def start(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
         ("INDUCTOR_FUSIONS_POLICY", "never", "profitable or always"),
         ("INDUCTOR_FUSIONS_EMPTY_ROWS", "1", "keep or stock or ignore"),
         ("INDUCTOR_FUSIONS_STRICT", "raise", "0 or 1"),
-        ("INDUCTOR_FUSIONS_MAX", "-1", "a number"),
-        ("INDUCTOR_FUSIONS_MAX", "few", "a number"),
+        ("INDUCTOR_FUSIONS_MAX", "-1", "a whole number"),
+        ("INDUCTOR_FUSIONS_MAX", "few", "a whole number"),
     ],
 )
 def test_value_that_is_not_understood(name: str, value: str, takes: str) -> None:
@@ -140,6 +140,35 @@ def test_unknown_toggle() -> None:
         config.atention = True
     with pytest.raises((AttributeError, KeyError)), config.patch(atention=False):
         pass
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "takes"),
+    [
+        ("enabled", None, "0 or 1"),
+        ("attention", "no", "0 or 1"),
+        ("policy", "alway", "profitable or always"),
+        ("attention_kernel", None, "auto or sdpa"),
+        ("skip", ["attention"], "names with commas"),
+        ("max", "x", "a whole number"),
+        ("max", -1, "a whole number"),
+        ("measure_budget", 1.5, "a whole number"),
+    ],
+)
+def test_assigned_value_that_is_not_understood(entry: str, value: object, takes: str) -> None:
+    """The assignment raises, not the compile after it, and nothing changes."""
+    before = getattr(config, entry)
+    for assign in (lambda: setattr(config, entry, value), lambda: config.patch({entry: value}).__enter__()):
+        with pytest.raises(ValueError, match=rf"config\.{entry} must be {takes}") as raised:
+            assign()
+        assert str(raised.value).endswith(repr(value))
+    assert getattr(config, entry) == before
+
+
+@pytest.mark.parametrize(("entry", "value"), [("attention", 0), ("max", 3), ("max", "0"), ("max", None)])
+def test_assigned_value_that_is_understood(entry: str, value: object) -> None:
+    with config.patch({entry: value}):
+        assert getattr(config, entry) == value
 
 
 def test_each_toggle_has_its_variable() -> None:

@@ -237,6 +237,23 @@ def test_skip(only: Callable) -> None:
         assert {site.fusion for site in run().sites} == {"attention"}
 
 
+def test_skip_of_what_is_no_fusion(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning with the nearest name, once."""
+    with config.patch(skip="atention, qkv"):
+        for _ in range(2):
+            registry.foreign()
+    (record,) = caplog.records
+    assert "atention" in record.getMessage() and "did you mean attention" in record.getMessage()
+
+
+@pytest.mark.parametrize("patterns", [[torch.relu], torch.relu, lambda scope, match: None])
+def test_patterns_without_a_lambda(patterns: object) -> None:
+    """Also a decorator without arguments, whose reader would never be called."""
+    for declare in (fusion("a").anchor, fusion("a").group):
+        with pytest.raises(TypeError, match="function without arguments"):
+            declare(patterns)
+
+
 # -- source ---------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -67,3 +68,22 @@ def test_installed(wheel: Path, tmp_path: Path) -> None:
     done = run("-m", "inductor_fusions", "bench")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1 and "clone the repository" in done.stderr
+
+
+def test_source_distribution(tmp_path: Path) -> None:
+    """It holds every file of the repository, so that its tests run."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.split():
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "source" / name)
+    build = BUILD.replace("build_wheel", "build_sdist")
+    subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=tmp_path / "source", capture_output=True,
+        check=True, timeout=300,
+    )  # fmt: skip
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert set(listed.split()) - names == {".gitignore"}

@@ -73,6 +73,23 @@ def test_uuid_covers_tables(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert new().uuid() != before
 
 
+def test_uuid_that_cannot_be_computed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cache is bypassed with one warning, and the compile goes on; strict mode raises."""
+
+    def unreadable(fusions: Any) -> str:
+        raise PermissionError("on purpose")
+
+    monkeypatch.setattr(passes, "code_digest", unreadable)
+    passes._say_bypassed.cache_clear()
+    with config.patch(strict=False):
+        assert new().uuid() is None and new().uuid() is None
+    assert [record.getMessage().count("on purpose") for record in caplog.records] == [1]
+    with config.patch(strict=True), pytest.raises(PermissionError):
+        new().uuid()
+
+
 def test_uuid_covers_what_ran_before() -> None:
     uuids = [new().uuid(), new(Other("a")).uuid(), new(Other("b")).uuid()]
     assert len(set(uuids)) == 3

@@ -123,10 +123,13 @@ def test_report_under_xdist(users: pytest.Pytester) -> None:
     assert sorted(site["number"] for sites in tests.values() for site in sites) == [0, 1, 2, 3]
 
 
-def test_folder_that_does_not_exist(users: pytest.Pytester) -> None:
-    result = users.runpytest_subprocess("--fusions-report", "no/such/report.json")
+@pytest.mark.parametrize(
+    ("file", "says"), [("no/such/report.json", "the folder no/such does not exist"), (".", ". is a folder")]
+)
+def test_report_that_cannot_be_written(users: pytest.Pytester, file: str, says: str) -> None:
+    result = users.runpytest_subprocess("--fusions-report", file)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*--fusions-report: the folder no/such does not exist*"])
+    result.stderr.fnmatch_lines([f"*--fusions-report: {says}*"])
 
 
 def test_silent_without_the_option(users: pytest.Pytester) -> None:

@@ -66,6 +66,8 @@ def test_verdicts() -> None:
     found = explain(Model(keeps=1), torch.randn(2, 5, 16))
     assert [site.verdict for site in found] == ["fused", "rejected", "fused"]
     assert (found.count(), found.count("rejected"), len(found)) == (2, 1, 3)
+    with pytest.raises(ValueError, match="verdict must be fused or"):
+        found.count("refused")
     fused, rejected, _ = found.sites
     line = attention.__code__.co_firstlineno + 1
     assert fused.source.startswith(f"{__file__}:{line} in attention: return torch.softmax(")
@@ -251,7 +253,16 @@ def test_text() -> None:
 def test_no_candidate() -> None:
     found = explain(torch.relu, torch.randn(3))
     assert found.sites == [] and found.graphs == []
-    assert "no candidate was found" in str(found)
+    assert "no candidate was found" in str(found) and "are off" not in str(found)
+    with config.patch(enabled=False):
+        found = explain(nn.Linear(4, 4), torch.randn(2, 4))
+        assert str(found).endswith("no candidate was found: the fusions are off")
+    inductor_fusions.disable()
+    try:
+        inductor_fusions.clear()
+        assert str(inductor_fusions.report()).endswith("the fusions are off")
+    finally:
+        inductor_fusions.enable()
     assert "No candidate was seen" in found.to_html()
 
 

@@ -32,7 +32,7 @@ class Misplaced(Rejected):
 
 @dataclass(frozen=True)
 class Arrangement:
-    """What the dims of scores, or of weights, are.
+    """Which dims of scores or weights are batch and heads, queries, and keys.
 
     Attributes:
         lead: batch and heads, in the order in which the attention is read.
@@ -51,7 +51,7 @@ class Arrangement:
 
     @classmethod
     def plain(cls, rank: int) -> Arrangement:
-        """(*lead, queries, keys)."""
+        """The arrangement (*lead, queries, keys) of a tensor of this rank."""
         return cls.of(rank, rank - 2, rank - 1)
 
     @property
@@ -66,7 +66,7 @@ class Arrangement:
         return single and self.order == tuple(range(len(self.order)))
 
     def split(self) -> Arrangement:
-        """The same where the last of the leading dims is that of the queries, and none was."""
+        """The arrangement in which the last leading dim is that of the queries, which had none."""
         return Arrangement(tuple(_inserted([*self.lead[:-1]], [*self.rows])), self.lead[-1:], self.columns)
 
     def sizes(self, shape: Sequence[Any]) -> tuple[Any, ...]:
@@ -118,7 +118,7 @@ class Arrangement:
         return _with_units(groups, [d for d in range(len(other)) if d not in theirs])
 
     def single(self, shape: Sequence[Any]) -> Arrangement | None:
-        """The same with one dim of queries and one of keys; dims of size 1 beside them count as leading."""
+        """The arrangement with one dim of queries and one of keys; further ones of size 1 become leading."""
         spare: list[int] = []
         kept: list[tuple[int, ...]] = []
         for group in (self.rows, self.columns):

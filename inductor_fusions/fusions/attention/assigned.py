@@ -41,7 +41,7 @@ class Region:
         return node is self.scores and repr(index) == repr(self.index)
 
     def padded(self, term: Term, at: Arrangement) -> Term:
-        """What acts on the part as what acts on all scores, and leaves the rest as it is.
+        """Extend a term that acts on the part to all scores, so that it leaves the others as they are.
 
         Args:
             term: seen from the part, as (*lead, queries, keys).

@@ -233,7 +233,7 @@ class Emitter:
     def _through_query(
         self, build: Builder, problem: Problem, own: fx.Node, k: fx.Node, v: fx.Node
     ) -> fx.Node:
-        """The same for the gradient into q: `own` is zero, with the gradient of the queries."""
+        """Zeros through which the scores send a gradient to q; `own` is zero, with that of the queries."""
         return self._per_head(
             build, problem, own, build.call("detach", self._score_change(build, problem, k, v))
         )
@@ -336,7 +336,7 @@ def _scaled(build: Builder, node: fx.Node, scaler: Scaler) -> fx.Node:
 
 
 def _with_positive_scale(build: Builder, problem: Problem, q: fx.Node) -> tuple[fx.Node, Problem]:
-    """The same attention with a scale above 0, which is what kernels are made for.
+    """Move the sign of the scale, or a scale of 0, into q, because kernels need a scale above 0.
 
     Flash and cuDNN attention give NaN for another one; the kernel for a CPU multiplies its -inf by it.
     """

@@ -234,7 +234,7 @@ def emit(
 
 
 def _score(build: Builder, body: Body, problem: Problem, dense: fx.Node | None) -> Any:
-    """What becomes of q . k * scale on its way to the softmax."""
+    """The score that the softmax takes, computed from q . k * scale."""
     score: Any = body.score
     for position, (stage, terms, operand) in enumerate(problem.stages):
         if position and stage.scale != 1.0:
@@ -273,7 +273,7 @@ def _element(body: Body, problem: Problem, operand: Operand) -> Any:
 
 
 def _factor(body: Body, problem: Problem, by: Operand | fx.Node) -> Any:
-    """What this score is scaled by after a function: an element of a tensor, or a symbolic number."""
+    """The factor of this score after a function of it: an element of a tensor, or a symbolic number."""
     if isinstance(by, Operand) and not is_number(by):
         return _element(body, problem, by)
     build, node = body.outer, by.node if isinstance(by, Operand) else by

@@ -28,7 +28,7 @@ FORBIDDEN = "no enabled SDPA backend supports this attention (sdpa_kernel, enabl
 
 @dataclass(frozen=True)
 class Choice:
-    """What to emit.
+    """The kernel to emit, and for what.
 
     Attributes:
         kernel: "sdpa" (its own choice of backend), "efficient", "row_bias", "flex", "short" or "decode".
@@ -104,7 +104,7 @@ def choose(given: Problem, call: Call | None = None) -> Choice:
         raise Reason.NO_KERNEL.rejected(_why_math(problem), "give the bias the dtype of q")
     if config.policy == "always":
         kernel = _proved(problem, fits)
-        if kernel == "sdpa" and not _may_call(problem, fits):
+        if kernel == "sdpa" and not _may_call(fits):
             raise Reason.NO_KERNEL.left_to_stock(FORBIDDEN)
         return _choice(kernel, problem)
     if not fits:
@@ -118,7 +118,7 @@ def choose(given: Problem, call: Call | None = None) -> Choice:
 
 
 def _of_call(given: Problem, problem: Problem, call: Call, skipping: list[str]) -> Choice:
-    """What a call of SDPA becomes if no kernel is asked for; `skipping` take its mask as a predicate."""
+    """The kernel for an SDPA call if none is configured; `skipping` are those that read a predicate."""
     if skipping and config.policy == "always" and _preferred(problem):
         return _choice("flex", problem)
     reason = ""
@@ -143,13 +143,13 @@ def _restricted(problem: Problem, call: Call) -> Choice:
     if not call.changed:
         raise Reason.CHOSEN.left_to_stock(CHOSEN)
     choice = _choice("sdpa", problem)
-    if not _may_call(problem, available(problem, choice.grouped)):
+    if not _may_call(available(problem, choice.grouped)):
         raise Reason.NO_KERNEL.left_to_stock(f"{CHOSEN}; none of them supports the rewritten call")
     return choice
 
 
-def _may_call(problem: Problem, fits: tuple[str, ...]) -> bool:
-    """Whether SDPA has a backend for a problem that the caller allows; `fits` are its fused ones."""
+def _may_call(fits: tuple[str, ...]) -> bool:
+    """Whether SDPA has a backend that the caller allows; `fits` are the kernels that support the problem."""
     return "sdpa" in fits or torch.backends.cuda.math_sdp_enabled()
 
 
@@ -187,7 +187,7 @@ def _choice(kernel: str, problem: Problem, note: str = "") -> Choice:
 
 
 def _measured(problem: Problem, candidates: tuple[str, ...]) -> decisions.Decision:
-    """What the table of the device says: by the class of the mask, else by its shape."""
+    """The decision by measurements, for the class of the mask, else for its shape."""
     suffix = "_grad" if problem.mask_learns else ""
     biased = problem.structure is not None and bool(problem.structure.biases)
     names = [problem.flex_kind] if _is_sparse(problem) else []
@@ -221,7 +221,7 @@ def _note(decision: decisions.Decision) -> str:
 
 
 def _without_limited_structure(problem: Problem) -> Problem:
-    """What gives rows without a key their value would stand behind flex attention, where it may not be."""
+    """Drop the predicate where flex attention may not be followed by what corrects fully masked rows."""
     limited, structure = problem.q.value.device.type in flex.LIMITED, problem.structure
     if limited and structure is not None and structure.number is not None and not structure.never_empty:
         return replace(problem, structure=None)

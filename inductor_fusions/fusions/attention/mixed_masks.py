@@ -92,7 +92,7 @@ def _is_part(node: Any, whole: fx.Node) -> bool:
 def _filled(
     op: torch_ops.Op, factor: float, interpreter: Interpreter
 ) -> tuple[fx.Node, fx.Node, float, bool] | None:
-    """What a fill with a low number is made of: (bias, condition, number, whether that is where it holds)."""
+    """Read a fill with a low number: (bias, condition, number, whether it is filled where that holds)."""
     if op.name == "masked_fill":
         condition, sides = op["mask"], [(op.input, op["value"], True)]
     elif op.name == "where":

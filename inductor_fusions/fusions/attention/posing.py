@@ -137,7 +137,7 @@ def _together(masks: list[tuple[Operand, bool]]) -> tuple[Operand, bool] | None:
 
 
 def _added(problem: Problem) -> Iterator[torch.Tensor]:
-    """What the kernel reads beside q, k and v. Numbers on a CPU may be added to scores on any device."""
+    """The tensors that the kernel reads beside q, k and v, without scalers that are numbers."""
     yield from (operand.value for _, operand in problem.terms)
     for _, biases, other in problem.stages:
         yield from (operand.value for _, operand in biases)
@@ -162,7 +162,7 @@ def _scalers(scalers: Sequence[tuple[str, fx.Node, tuple[Any, ...]]], target: Se
 
 
 def _by_keys(scalers: Sequence[Scaler]) -> tuple[list[Scaler], list[Scaler]]:
-    """Those that vary over the keys, on (batch, heads, keys, 1), and the others."""
+    """The scalers that vary over the keys, as (batch, heads, keys, 1), and the others."""
     of_keys: list[Scaler] = []
     others: list[Scaler] = []
     for kind, by in scalers:

@@ -74,7 +74,7 @@ def read_sink(site: Attention, logsumexp: fx.Node) -> None:
 
 
 def _only_user(site: Attention, node: fx.Node) -> fx.Node | None:
-    """What reads the values of a node, if that is one node."""
+    """The only node that reads the values of `node`, or None."""
     users = [user for user in readers(node) if not reads_metadata(user, node)]
     site.readers.extend(user for user in readers(node) if user not in users)
     return users[0] if len(users) == 1 else None

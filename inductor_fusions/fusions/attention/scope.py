@@ -30,7 +30,7 @@ BODIES = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2, "wrap": 1, "wrap
 
 
 class Scope(fusion.Scope):
-    """What is known of one graph while its candidates are tried.
+    """Facts of one graph while its candidates are judged.
 
     Args:
         bindings: what the placeholders of a body stand for.
@@ -80,7 +80,7 @@ class Scope(fusion.Scope):
                     self.changed.append((user, body.outputs[user.args[1]]))
 
     def finish(self) -> Iterator[Candidate]:
-        """What leaves the graph is settled, and what branches of a `cond` leave."""
+        """Candidates that restore the strides of what leaves the graph and branches of a `cond`."""
         for call in [node for node in self.graph.nodes if name_of_body(node) == "cond"]:
             yield Branches(call)
         settled = Settled(self, self.inlined_for is not None)
@@ -88,7 +88,7 @@ class Scope(fusion.Scope):
         self.outputs = settled.outputs
 
     def emitter(self, site: fx.Node) -> emit.Emitter:
-        """What writes the fused form of a site."""
+        """The emitter of the fused form of a site."""
         return emit.Emitter(MaskMemo(self.masks, self.modes.at(site)), self.changed)
 
     def keep(self, known: Collection[fx.Node], by_eager: Collection[object]) -> None:
@@ -117,7 +117,7 @@ class Scope(fusion.Scope):
 
 
 def scope_of(graph: fx.Graph) -> Scope | None:
-    """What is known of a graph; None of a body.
+    """The facts of a graph; None for a body.
 
     Inductor passes a body before the graph that runs it, and there its masks are placeholders: a body
     is left for the pass over the whole graph, which knows what they stand for.
@@ -126,7 +126,7 @@ def scope_of(graph: fx.Graph) -> Scope | None:
 
 
 class Settled(Candidate):
-    """What leaves a graph in which attentions were fused, with the strides that it had."""
+    """Give what leaves a graph with fused attentions the strides that it had."""
 
     finishes = True
 

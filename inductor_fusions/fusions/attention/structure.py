@@ -105,7 +105,7 @@ def window(part: Bool) -> int | None:
 
 
 def predicate(term: Term, interpreter: Interpreter, cancels: bool) -> tuple[Bool, float] | None:
-    """What a term lets through, and what it makes of the rest; None where it is data.
+    """The condition under which a term leaves a score as it is, and its number elsewhere; None if it is data.
 
     Args:
         term: a bias or a fill.

@@ -223,7 +223,7 @@ class Walk:
             self.shifts_cancel = before
 
     def term(self, op: Op, node: Any, at: Arrangement, **how: Any) -> Term:
-        """What `op` lets act on the scores."""
+        """The term of a tensor that `op` applies to the scores."""
         shape = _shape(op)
         return Term(at.seen(node, shape), at.sizes(shape), **how)
 
@@ -474,7 +474,7 @@ def _has_product(node: fx.Node, scores: torch.Tensor) -> bool:
 
 
 def _sizes(scores: torch.Tensor) -> set[int]:
-    """Of each dim, and of each two beside each other as one."""
+    """The sizes of single dims, and of two adjacent dims as one."""
     sizes = [hint(size) for size in scores.shape]
     return {*sizes, *(a * b for a, b in pairwise(sizes))}
 

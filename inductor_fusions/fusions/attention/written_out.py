@@ -77,7 +77,7 @@ _HINT = "torch.softmax"
 
 
 def weights_of(match: Match) -> fx.Node | None:
-    """What holds weights that are made of exponentials, where they are: a quotient, or the exponential."""
+    """The node with the weights of a softmax written as exponentials: a quotient, or the exponential."""
     exp = match.output_node()
     try:
         return exp if _of_logarithms(exp) is not None else _quotient(exp)
@@ -217,7 +217,7 @@ def _zero_at(node: Any, count: float = 1.0) -> Zero | None:
 
 
 def _row_maximum(node: Any, scores: Any, dim: Any) -> list[fx.Node]:
-    """What computes the largest score of each row, or 0 if that is larger; nothing of another."""
+    """The nodes that compute the largest score of each row, or 0 if that is larger; [] for anything else."""
     found: list[fx.Node] = []
     while (op := read(node)) is not None and not op.inplace:
         found.append(op.node)
@@ -301,7 +301,7 @@ def sums_at(node: Any) -> Sums | None:
 
 
 def twins(exp: Op) -> list[fx.Node]:
-    """What computes the same exponentials, in order."""
+    """All nodes that compute the same exponentials, in order."""
     found = ((node, read(node)) for node in readers(exp.input))
     return [n for n, op in found if op is not None and op.name == exp.name and not op.inplace]
 
@@ -312,7 +312,7 @@ def _only(dim: Any) -> Any:
 
 
 def _quotient(exp: fx.Node, limit: int = 32) -> fx.Node | None:
-    """What divides something made of exponentials by something made of their sum."""
+    """The division of a value computed from exponentials by one computed from their sum, or None."""
     op = read(exp)
     frontier = [exp] if op is None or op.inplace else twins(op)
     seen, summed = set(frontier), set[fx.Node]()

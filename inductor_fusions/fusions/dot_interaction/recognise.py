@@ -74,7 +74,7 @@ class Site:
 
     @property
     def sources(self) -> set[fx.Node]:
-        """What the pairs are made of: the features, their products, and what the indices are made by."""
+        """The nodes that the pairs are computed from: features, products, and those of the indices."""
         made = {x for node in self.between for x in (node, *node.all_input_nodes)}
         return {*made, *_sources(self.indices)}
 
@@ -98,7 +98,7 @@ def site(node: fx.Node) -> Site | None:
 
 
 def _scaled(node: Any) -> tuple[Any, tuple[tuple[str, float], ...], tuple[fx.Node, ...]]:
-    """What is multiplied or divided by numbers, by which, in order, and the nodes."""
+    """Look through factors: the scaled node, ("mul" or "div", number) in order, and the nodes passed."""
     op = read(node)
     if op is None or op.inplace or op.name not in ("mul", "div"):
         return node, (), ()
@@ -132,7 +132,7 @@ def _of_gather(op: Op, z: Any) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any,
 
 
 def _of_sum(op: Op) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any, ...]] | None:
-    """The same of (t[:, i] * t[:, j]).sum(-1)."""
+    """Read (t[:, i] * t[:, j]).sum(-1): the features t, the nodes between, and (i, j)."""
     product, dim, _ = op.only("input", "dim", "keepdim")
     dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
     by = read(product)
@@ -147,7 +147,7 @@ def _of_sum(op: Op) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any, ...]] | No
 
 
 def _of_pairs(op: Op) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any, ...]] | None:
-    """The same of "bpd,bpd->bp" of t[:, i] and t[:, j]."""
+    """Read the einsum "bpd,bpd->bp" of t[:, i] and t[:, j], with the result of `_of_sum`."""
     try:
         found = equation(op)
     except Rejected:
@@ -279,7 +279,7 @@ def _gathered(node: Any) -> tuple[fx.Node, Any] | None:
 
 
 def _beside(op: Op) -> tuple[fx.Node, Any] | None:
-    """The same where `split(t, 1, dim=1)` takes the rows apart and `cat` puts some beside each other."""
+    """Read a `cat` of rows of `split(t, 1, dim=1)`: the features t and the numbers of the rows."""
     parts, dim = op.only("tensors", "dim")
     if not isinstance(parts, (list, tuple)) or not parts or dim not in (1, -2):
         return None
@@ -298,7 +298,7 @@ def _beside(op: Op) -> tuple[fx.Node, Any] | None:
 
 
 def _stacked(op: Op) -> tuple[fx.Node, Any] | None:
-    """The same where `stack` puts rows t[:, k], or those of `t.unbind(1)`, beside each other."""
+    """Read a `stack` of rows t[:, k] or of `t.unbind(1)`: the features t and the numbers of the rows."""
     parts, dim = op.only("tensors", "dim")
     if not isinstance(parts, (list, tuple)) or not parts or dim not in (1, -2):
         return None

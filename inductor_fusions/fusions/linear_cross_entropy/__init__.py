@@ -189,7 +189,7 @@ class LossHead(Candidate):
         elif self.in_one_pass:
             new = emit.loss(site, self.wants)
         else:
-            new = emit.rows(self._kept() if self.trains else site, self.wants)
+            new = emit.rows(self._kept() if self.trains else site)
         replace(site.loss, new, site.path)
         name = "linear_cross_entropy" if self.in_one_pass else "linear_softmax_rows"
         return f"{name}{self.note}"

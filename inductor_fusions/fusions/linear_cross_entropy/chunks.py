@@ -59,13 +59,13 @@ class Pulls:
     flat: Tensor | None = None
 
     def of(self, rows: slice) -> Pulls:
-        """Those of some rows."""
+        """The gradients of some rows."""
         return Pulls(self.soft[rows], self.hot[rows], None if self.flat is None else self.flat[rows])
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was found of each row, (rows,), and gradients; a gradient that was not asked for is empty.
+    """Statistics of each row, of shape (rows,), and gradients; a gradient that was not asked for is empty.
 
     Attributes:
         picked: y[i, label[i]].

@@ -44,8 +44,8 @@ def detached(site: Site) -> fx.Node:
     return raw
 
 
-def rows(site: Site, wants: list[bool]) -> fx.Node:
-    """The same of a loss of each row, and of log-probabilities; sums and means are made of them."""
+def rows(site: Site) -> fx.Node:
+    """Add the operation for losses of each row and log-probabilities, and the sum or mean of its results."""
     build = Builder(site.loss)
     h, w, bias = _operands(build, site)
     labels = _labels(build, site)
@@ -116,7 +116,7 @@ def _operands(build: Builder, site: Site) -> tuple[fx.Node, fx.Node, fx.Node | N
 
 
 def _replayed(build: Builder, node: fx.Node, h: fx.Node) -> fx.Node:
-    """What an operation that takes and orders rows of the logits does to rows of h."""
+    """Apply to h an operation that takes or reorders rows of the logits."""
     from ...graph.torch_ops import VIEWS, read
 
     op, after = read(node), tensor(node)

@@ -108,7 +108,7 @@ def _indexed(op: Op) -> Picked | None:
 
 
 def _difference(op: Op) -> Picked | None:
-    """What is gathered from logits, less their logsumexp."""
+    """Logits that are gathered, minus their logsumexp."""
     first, second = op.only("input", "other")
     shapes = [value.shape for node in (first, second, op.node) if (value := tensor(node)) is not None]
     if len(shapes) != 3 or not all(same_shape(shape, shapes[0]) for shape in shapes):
@@ -123,7 +123,7 @@ def _difference(op: Op) -> Picked | None:
 
 
 def _summed(node: Any) -> tuple[Any, list[fx.Node]]:
-    """What a logsumexp is of, as a whole or by rows; and the nodes of the rows."""
+    """The operand of a logsumexp, or of a stack of the logsumexp of each row; and the nodes of the rows."""
     op = read(node)
     if op is None or op.inplace:
         return None, []
@@ -143,7 +143,7 @@ def _summed(node: Any) -> tuple[Any, list[fx.Node]]:
 
 
 def _stacked(op: Op) -> Picked | None:
-    """What is gathered from the log_softmax of each row."""
+    """A stack of elements gathered from the log_softmax of each row."""
     path: list[fx.Node] = []
     labels: list[Any] = []
 
@@ -197,7 +197,7 @@ def _by_rows(op: Op, row: Callable[[fx.Node], fx.Node | None], path: list[fx.Nod
 
 
 def _viewed(node: Any) -> tuple[Any, list[fx.Node]]:
-    """What a node views with other dims of size 1, and the views."""
+    """The value behind views that only add or remove dims of size 1, and the views."""
     views: list[fx.Node] = []
     value = tensor(node)
     while value is not None and (op := read(node)) is not None and op.name in _VIEWS and not op.inplace:

@@ -200,10 +200,10 @@ def _bent(pointwise: list[tuple[str, float]]) -> Bend:
 
 
 def _scaled(op: Op) -> tuple[Any, float]:
-    """What is multiplied by a number, or divided by one, and the factor.
+    """The operand that a number multiplies or divides, and the factor.
 
     Raises:
-        Rejected: it is none.
+        Rejected: the other operand is not a number.
     """
     first, second = op.only("input", "other")
     if op.name == "mul" and isinstance(first, (int, float)):
@@ -255,7 +255,7 @@ def _indexes_rows(index: Any, last: int) -> bool:
 
 
 def _of_einsum(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, None] | None:
-    """The same of "bsd,vd->bsv", with any letters."""
+    """The linear in an einsum "bsd,vd->bsv", with any letters."""
     op = read(node)
     if op is None or op.name != "einsum":
         return None

@@ -183,7 +183,7 @@ def _check_labels(labels: fx.Node) -> None:
 
 
 def _log_softmax(node: fx.Node, last: bool, path: list[fx.Node], replayed: list[fx.Node]) -> fx.Node:
-    """What the logarithm of a softmax is of that a node is, or takes rows of.
+    """The operand of the log_softmax that a node is, or takes rows of.
 
     Args:
         last: whether the classes are its last dim; else they are the second one.
@@ -213,7 +213,7 @@ def _log_softmax(node: fx.Node, last: bool, path: list[fx.Node], replayed: list[
 
 
 def _classes_last(node: fx.Node, path: list[fx.Node]) -> fx.Node:
-    """What (N, C, d1, ...) has been made of by a transpose of (N, d1, ..., C)."""
+    """The (N, d1, ..., C) of which a transpose made this (N, C, d1, ...)."""
     op = read(node)
     while op is not None and op.name in COPIES and not op.inplace:
         path.append(node)

@@ -127,7 +127,7 @@ class Accumulated(Candidate):
         moved: set[fx.Node] = set()
         made: dict[fx.Node, downs.Made] = {}
         for down, place in zip(self.downs, places, strict=True):
-            made |= downs.insert(self.graph, replace(down, place=place), moved, self._further)
+            made |= downs.insert(replace(down, place=place), moved, self._further)
         make = Emitter(root)
         adapters = self.sum.adapters
         pairs = [self._operands(make, a, made[a.down.node]) for a in adapters]
@@ -144,7 +144,7 @@ class Accumulated(Candidate):
         )
         substitute(root, emit.reshaped(make, new, self.sizes))
         for node, one in made.items():
-            downs.replace_one(self.graph, node, one.output)
+            downs.replace_one(node, one.output)
         for place in places:
             self.graph.erase_node(place.before)
         return self.kernel

@@ -185,7 +185,7 @@ def _of_padded_columns(node: fx.Node) -> Product | None:
 
 @remembered(spreads=lambda node: True)
 def adapter_of(node: fx.Node) -> Adapter | None:
-    """What a product is of an adapter, where there is another one in front of it that makes it one.
+    """The adapter whose second product is `node`, if a first product of low rank is in front of it.
 
     What is added to the product is not part of the adapter.
     """
@@ -266,7 +266,7 @@ def _of_packed(up: Product) -> Adapter | None:
 
 
 def _in_front_of_squares(node: fx.Node, rank: int) -> fx.Node:
-    """What is multiplied by square matrices alone, as between A and B of LoRA-XS."""
+    """The node in front of a chain of products with square matrices, as between A and B of LoRA-XS."""
     inside = through(node, RESHAPES | CASTS)
     square = down_projection(inside)
     if square is None or square.inner != rank:

@@ -87,9 +87,9 @@ def marked(graph: fx.Graph, place: Place) -> Place:
 
 
 def insert(
-    graph: fx.Graph, down: Down, moved: set[fx.Node], further: Callable[[Product, fx.Node], float]
+    down: Down, moved: set[fx.Node], further: Callable[[Product, fx.Node], float]
 ) -> dict[fx.Node, Made]:
-    """Add one skinny GEMM to a graph: its results by down-projection.
+    """Add one skinny GEMM to the graph: its results by down-projection.
 
     Args:
         moved: views that other places have moved; those of this one are added.
@@ -112,7 +112,7 @@ def insert(
     }
 
 
-def replace_one(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
+def replace_one(old: fx.Node, new: fx.Node) -> None:
     """Replace a down-projection that other nodes read as well by the result of a skinny GEMM."""
     if not was_erased(old):
         substitute(old, new)

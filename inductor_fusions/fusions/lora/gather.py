@@ -52,7 +52,7 @@ class _Wanted:
 
     @property
     def stored(self) -> fx.Node | None:
-        """As it lies in memory, where there is a node for that."""
+        """The matrix as it is in memory, if a node holds it so; else None."""
         return transpose_of(self.matrix) if self.turned else self.matrix
 
     @property
@@ -122,7 +122,7 @@ class Gathered(Candidate):
     def rewrite(self) -> str:
         index = {node: i for i, node in enumerate(self.graph.nodes)}
         moved: set[fx.Node] = set()
-        made = [each for chunk in self.chunks for each in _make(self.graph, chunk, index, moved)]
+        made = [each for chunk in self.chunks for each in _make(chunk, index, moved)]
         for w, part in made:
             if w.reader.target is NARROW_MM:
                 right: Any = w.reader.args[1]
@@ -192,7 +192,7 @@ def _summands(x: torch.Tensor, right: Sequence[torch.Tensor]) -> int:
 
 
 def _chunks(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
-    """What one kernel makes at a time.
+    """The matrices that one kernel splits at a time.
 
     Where layers are alike, so are the chunks of each: a kernel is compiled once for all of them.
     """
@@ -226,7 +226,7 @@ def _period(kinds: Sequence[Any]) -> int:
 
 
 def _make(
-    graph: fx.Graph, chunk: Sequence[_Wanted], index: dict[fx.Node, int], moved: set[fx.Node]
+    chunk: Sequence[_Wanted], index: dict[fx.Node, int], moved: set[fx.Node]
 ) -> list[tuple[_Wanted, fx.Node]]:
     """One call of the operation for a chunk, in front of its first reader; what each reads then."""
     before = chunk[0].reader

@@ -154,7 +154,7 @@ def _form(y: Any, factor: float, wide: torch.dtype, dtype: torch.dtype) -> Any:
 
 
 def parts(y: Any, dtype: torch.dtype) -> Any:
-    """As `op.parts`, of a float32 value and for bfloat16.
+    """`op.parts` while a graph is lowered: a float32 value as bfloat16 parts.
 
     The high part is cut off by its bits: a cast to bfloat16 and back is dropped by Inductor where both
     are in one loop.

@@ -179,7 +179,7 @@ def _query(section: str, key: dict[str, Any], text: str) -> Query:
 
 
 def _pays(query: Query, tokens: int | Span | None, device: torch.device) -> str:
-    """Where the gain is known from, for the report."""
+    """Return the source of the expected gain, for the report, or raise if there is none."""
     if capability(device) < 80:
         raise Reason.DEVICE.left_to_stock("the device is older than compute capability 8.0")
     if tokens is None:

@@ -290,7 +290,7 @@ class Adapted(Candidate):
             scale = scales.get(p.node)
             return 0.0 if scale is None else self._form(p, scale, value(x).dtype, dtype)
 
-        made = downs.insert(self.graph, down, moved, form)
+        made = downs.insert(down, moved, form)
         for node, one in made.items():
             self.factors[node] = one.further
             finish.append(self._replacing(node, one.output))
@@ -312,7 +312,7 @@ class Adapted(Candidate):
     def _replacing(self, old: fx.Node, new: fx.Node) -> Callable[[], None]:
         def step() -> None:
             self.replaced[old] = new
-            downs.replace_one(self.graph, old, new)
+            downs.replace_one(old, new)
 
         return step
 

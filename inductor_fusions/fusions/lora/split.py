@@ -22,7 +22,7 @@ from .op import HIGH_BITS
 def _split(
     matrices: list[Tensor], summands: list[int], along: list[int], sizes: list[int], dtype: torch.dtype
 ) -> list[Tensor]:
-    """See the module.
+    """Split matrices into 16-bit parts, many in one kernel: the reference.
 
     Args:
         matrices: of float32, shape (R, C) each.

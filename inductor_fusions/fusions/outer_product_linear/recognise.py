@@ -91,7 +91,7 @@ def _outer(x: fx.Node) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """What a node is a view of, with the elements in their order."""
+    """The tensor that a node is a view of, with its elements in the same order; else None."""
     op = read(node)
     if op is None or op.inplace or op.name not in _VIEWS:
         return None
@@ -99,7 +99,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def _of_einsum(op: Op) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
-    """Those of "bi,bj->bij", with any letters, also several of rows."""
+    """The two factors of an einsum "bi,bj->bij", with any letters, also several for the rows."""
     try:
         found = equation(op)
     except Rejected:

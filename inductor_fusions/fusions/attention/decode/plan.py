@@ -67,7 +67,7 @@ class Shape:
 
     @property
     def row(self) -> dict[str, Any]:
-        """As tables have it."""
+        """The shape as a row of a table."""
         return tables.columns_of(self)
 
 
@@ -77,7 +77,7 @@ def default(shape: Shape) -> Config:
 
 
 def tiles(shape: Shape, device: torch.device) -> list[int]:
-    """As the operation takes them: those of the nearest attention that is measured, or the default ones."""
+    """The tiles of the nearest measured attention, or the default ones, as the operation takes them."""
 
     def fits(row: Mapping[str, Any]) -> Config | None:
         found = Config(**row["config"])

@@ -64,7 +64,7 @@ def holds_fills_alone(node: Any) -> bool:
 
 
 def contents(node: Any) -> Contents:
-    """What a tensor of the graph, or a number, is made of."""
+    """The kinds of numbers that a tensor of the graph, or a number, may hold."""
     node = torch_ops.source(node)
     reached, parts, written = [node], dict[fx.Node, list[Any]](), dict[fx.Node, list[Any]]()
     for each in reached:
@@ -95,7 +95,7 @@ def _hides(found: Contents) -> bool:
 
 
 def _turned(found: Contents) -> Contents:
-    """What the negative is made of."""
+    """The contents of the negative."""
     return frozenset(_OPPOSITE.get(each, each) for each in found)
 
 
@@ -108,7 +108,7 @@ def _of_number(number: Any) -> Contents:
 def _made(
     node: fx.Node, tensor: torch.Tensor | None, of: Callable[..., Contents], parts: list[Any]
 ) -> Contents:
-    """What a result or an input of the graph is made of."""
+    """The contents of a result or an input of the graph."""
     op = torch_ops.read(node)
     if op is None and tensor is not None and not (tensor.requires_grad or isinstance(tensor, Parameter)):
         return frozenset({"data", "mask", "mask low"})

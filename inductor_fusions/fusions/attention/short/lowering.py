@@ -34,7 +34,11 @@ def forward(*given: Any) -> Any:
 
 
 def backward(grad: Any, *given: Any) -> list[Any]:
-    """The gradients, likewise."""
+    """The gradients of `forward`, by one kernel; `given` are its arguments and the number of windows, or 0.
+
+    Raises:
+        Rejected: there is no kernel for it.
+    """
     return Call(*given[:-1]).backward(grad, given[-1])
 
 
@@ -180,7 +184,7 @@ class Call:
         return '{{size("Q", 0)}}'
 
     def _term(self, name: str, mask: Any, number: float, ragged: dict[str, bool]) -> dict[str, Any]:
-        """Where a mask is read, and where it is not."""
+        """The arguments of the template for one mask: how it is addressed and applied."""
         sizes, strides = _inductor.sizes(mask), _inductor.strides(mask)
         varies = [size != 1 and stride != 0 for size, stride in zip(sizes, strides, strict=True)]
         text = [f'{{{{stride("{name}", {dim})}}}}' for dim in range(4)]

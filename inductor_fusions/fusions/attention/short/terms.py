@@ -78,7 +78,7 @@ def _is_no_mask(term: Term, operand: Operand) -> bool:
 
 
 def _summands(term: Term, whole: Operand, problem: Problem) -> list[Operand]:
-    """What a bias is the sum of, where that is less to read: a bias of heads and a mask of windows."""
+    """The summands of a bias, if they take less memory traffic: a bias of heads and a mask of windows."""
     op = torch_ops.read(term.node)
     if op is None or op.name != "add" or op.inplace or set(op.node.kwargs) - {"input", "other"}:
         return [whole]
@@ -135,7 +135,7 @@ def _part(node: fx.Node, lead: Sequence[Any], problem: Problem) -> Operand | Non
 
 
 def _before_expand(node: fx.Node, problem: Problem) -> tuple[torch.Tensor, Operand] | None:
-    """What was expanded and then reshaped: the tensor in between, and the one before."""
+    """Look through an expand and a reshape: the expanded tensor, and the one before it."""
     op = torch_ops.read(node)
     inner = torch_ops.read(op.input) if op is not None and op.name in torch_ops.VIEWS else None
     if inner is None or inner.name != "expand" or problem.overwritten(inner.input):

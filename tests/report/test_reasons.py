@@ -281,7 +281,7 @@ REACHED: dict[Reason, Callable[[], list[Site] | None]] = {
     Reason.TF32: lambda: after(two, *linears(torch.float32)),
     Reason.LAYOUT: lambda: after(two, rand(32, 63), rand(96, 63), rand(96, 63)),
     Reason.SHAPES: lambda: after(
-        lambda x, w, y: torch.sigmoid(F.linear(x, w) + y), rand(1, 64), rand(96, 64), rand(32, 96)
+        lambda x, w, y: torch.sigmoid(F.linear(x, w) + y), rand(32, 64), rand(96, 64), rand(2, 32, 96)
     ),
     Reason.SYMBOLIC: lambda: before(pairs, rand(4, 8, 16), dynamic=True),
     Reason.EMPTY: lambda: before(attention(), *qkv(2, 3, 0, 16)),

@@ -10,7 +10,7 @@ from ..._inductor import known_true
 from ...graph.einsum import Equation, equation
 from ...graph.torch_ops import Op, tensor
 from ...reasons import Reason
-from .arrangement import OWN_VALUES, Arrangement, Misplaced
+from .arrangement import OVER_ANOTHER_DIM, OWN_VALUES, Arrangement, Misplaced
 from .operands import Operand, product
 
 Groups = tuple[str, str, str]
@@ -54,10 +54,11 @@ def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[An
     over_columns = set(columns) <= set(found.second) and not set(columns) & set(found.result)
     if rows and over_columns and set(rows) <= set(found.second) & set(found.result):
         raise Misplaced(OWN_VALUES)
+    if set(columns) & set(found.result):
+        raise Misplaced(OVER_ANOTHER_DIM)
     if (
         not free
         or set(columns) - set(found.second)
-        or set(columns) & set(found.result)
         or set(rows) & set(found.second)
         or set(found.result) != set(natural)
     ):

@@ -31,7 +31,7 @@ from ...graph.torch_ops import (
 from ...operands import same_shape
 from ...reasons import Reason
 from . import einsum
-from .arrangement import OWN_VALUES, Arrangement, Misplaced, is_view, permuted
+from .arrangement import OVER_ANOTHER_DIM, OWN_VALUES, Arrangement, Misplaced, is_view, permuted
 from .assigned import condition as assigned_to
 from .normal_form import Attention, Result, Term
 from .operands import Operand, product
@@ -333,9 +333,7 @@ def _matrices(op: Op, node: fx.Node, at: Arrangement) -> Result:
     if single is not None and single.rows[0] != last[0] and single.columns[0] == last[1]:
         raise Misplaced(OWN_VALUES)
     if single is None or (single.rows[0], single.columns[0]) != last:
-        raise Misplaced(
-            Reason.NO_PRODUCT("the product after the softmax sums over another dim than the softmax")
-        )
+        raise Misplaced(OVER_ANOTHER_DIM)
     v, lead = permuted(operand, (*single.lead, *last)), single.sizes(weights.shape)
     lengths = weights.shape[single.rows[0]], operand.shape[-1 if is_left else -2]
     dims = (*(single.lead.index(d) for d in range(rank - 2)), *last)

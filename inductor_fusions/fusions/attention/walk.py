@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import hint, known_true
+from ..._inductor import hint, is_body_of_dynamo, known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
@@ -42,6 +42,9 @@ from .operands import Operand
 NO_PRODUCT = Reason.NO_PRODUCT("no product of queries and keys precedes the softmax")
 NOT_OVER_KEYS = Reason.NO_PRODUCT("the softmax is not over the keys")
 ELEMENTWISE = Reason.NO_PRODUCT("the scores are sums of elementwise products, not a matrix product")
+OUTSIDE = Reason.NO_PRODUCT(
+    "the scores are computed outside of the region (a checkpoint, say) of the softmax"
+)
 #: How far it is looked for, in nodes.
 REACH = 64
 #: How many nodes are tried on the way up: where an operation reads the scores twice, both sides are.
@@ -117,7 +120,8 @@ class Walk:
         """
         op, scores = read(node), tensor(node)
         if op is None or scores is None or scores.dim() < 2:
-            raise Rejected(NO_PRODUCT)
+            is_input = isinstance(node, fx.Node) and node.op == "placeholder"
+            raise Rejected(OUTSIDE if is_input and is_body_of_dynamo(node.graph) else NO_PRODUCT)
         self._steps += 1
         if self._steps > MOST_STEPS:
             raise Reason.IN_BETWEEN.rejected(
@@ -311,11 +315,11 @@ class Walk:
             try:
                 return attempt(scores, other)
             except Rejected as miss:
-                kept = _has_product(scores, value) or miss.reason == ELEMENTWISE
+                kept = _has_product(scores, value) or miss.reason in (ELEMENTWISE, OUTSIDE)
                 misses.append(miss if kept else Rejected(NO_PRODUCT))
                 self.restore(before)
-        found = [m for m in misses if m.reason not in (NO_PRODUCT, ELEMENTWISE)]
-        misses.sort(key=lambda m: m.reason != ELEMENTWISE)
+        found = [m for m in misses if m.reason not in (NO_PRODUCT, ELEMENTWISE, OUTSIDE)]
+        misses.sort(key=lambda m: m.reason == NO_PRODUCT)
         if not found and not misses and result is not None and _has_product(op.node, result):
             raise Reason.SHAPES.rejected("the scores are broadcast by an operation on them")
         raise (found or misses or [Rejected(NO_PRODUCT)])[0]

@@ -760,3 +760,11 @@ def weights_of_frequencies(q: Any, k: Any) -> Any:
     q, k = torch.fft.rfft(q), torch.fft.rfft(k)
     w = (q.mT @ k).abs().softmax(-1)
     return torch.fft.irfft(torch.complex(w, torch.zeros_like(w)) @ k.mT)
+
+
+@form((2, 9, 16), (2, 13, 16), fused=0, reasons=("sums over another dim",))
+def matching_normalised_in_turn(q: Any, k: Any) -> Any:
+    """Sinkhorn: rows, then columns; the product sums over the dim that is not the last to be normalised."""
+    s = einsum("bnd,bmd->bnm", q, k)
+    s = s - s.logsumexp(2, keepdim=True)
+    return (s - s.logsumexp(1, keepdim=True)).exp() @ k

@@ -22,14 +22,13 @@ from ...graph import torch_ops
 from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, VIEWS, read, tensor
 from ...operands import same_shape
 from ...reasons import Reason
-from .arrangement import OWN_VALUES, Arrangement, Misplaced
+from .arrangement import NOT_OVER_KEYS, OWN_VALUES, Arrangement, Misplaced
 from .masks import Interpreter
 from .normal_form import Attention, Sink, Term
 from .operands import Operand, product
 from .output import MERGED, divided, downwards
 from .rescaled import logsumexp_of, read_sink
 from .scores import Upwards
-from .walk import NOT_OVER_KEYS
 from .written_out import SOFTMAXES, Softmax, softmax_at, weights_of
 
 if TYPE_CHECKING:
@@ -226,8 +225,9 @@ def _read(
 def _take_apart(site: Attention) -> None:
     """Read what acts on scores of shape (leading * queries, keys) as acting on those of the product."""
     rows = site.q.shape[-2]
-    if same_shape(site.softmax_lead, (*site.lead, rows)):  # no view does: there is another reason
-        raise Rejected(NOT_OVER_KEYS)
+    leads = [site.softmax_lead, *(term.lead for term in site.terms)]
+    if all(same_shape(each, (*site.lead, rows)) or same_shape(each, site.lead) for each in leads):
+        raise Rejected(NOT_OVER_KEYS)  # no view does: there is another reason
     if site.stages or site.scalers or site.sink:
         raise Rejected(MERGED)
     site.softmax_lead = site.lead

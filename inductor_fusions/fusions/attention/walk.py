@@ -33,14 +33,13 @@ from ...graph.torch_ops import (
 from ...operands import same_shape
 from ...reasons import Reason
 from . import einsum
-from .arrangement import Arrangement, Misplaced, is_view, permuted
+from .arrangement import NOT_OVER_KEYS, Arrangement, Misplaced, is_view, permuted
 from .assigned import Region, condition, region
 from .masks import Interpreter, is_fill, may_hide_rows
 from .normal_form import Attention, Stage, Term
 from .operands import Operand
 
 NO_PRODUCT = Reason.NO_PRODUCT("no product of queries and keys precedes the softmax")
-NOT_OVER_KEYS = Reason.NO_PRODUCT("the softmax is not over the keys")
 ELEMENTWISE = Reason.NO_PRODUCT("the scores are sums of elementwise products, not a matrix product")
 OUTSIDE = Reason.NO_PRODUCT(
     "the scores are computed outside of the region (a checkpoint, say) of the softmax"

@@ -768,3 +768,17 @@ def matching_normalised_in_turn(q: Any, k: Any) -> Any:
     s = einsum("bnd,bmd->bnm", q, k)
     s = s - s.logsumexp(2, keepdim=True)
     return (s - s.logsumexp(1, keepdim=True)).exp() @ k
+
+
+@form((2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9, 8), (2, 9))
+def weights_times_a_repeated_mask_of_queries(q: Any, k: Any, v: Any, tokens: Any) -> Any:
+    """Ones where a token of the query is not padding, repeated for all keys."""
+    seen = tokens.abs().sign()[:, None, :, None].repeat(1, 4, 1, 9)
+    return ((q @ k.mT).softmax(-1) * seen) @ v
+
+
+@form((2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9, 8), (2, 9), fused=0, reasons=("in-between",))
+def weights_times_a_repeated_mask_that_is_changed(q: Any, k: Any, v: Any, tokens: Any) -> Any:
+    seen = tokens.abs().sign()[:, None, :, None].repeat(1, 4, 1, 9)
+    seen[..., 0] = 0.5
+    return ((q @ k.mT).softmax(-1) * seen) @ v

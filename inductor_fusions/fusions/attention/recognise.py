@@ -199,9 +199,7 @@ def _read(
             raise Reason.SINK.rejected("the attention has two sinks")
         column = site.q.then("new_full", (1,) * weights.dim(), written.sink)
         site.sink, site.below_sink = Sink(Term(column, site.softmax_lead), first=False), len(site.terms)
-    downwards(
-        site, upwards.number, at, beside=written.inside, merged=merged, dropped=written.sink is not None
-    )
+    downwards(site, interpreter, at, beside=written.inside, merged=merged, dropped=written.sink is not None)
     if upwards.chooses:
         raise Rejected(OWN_VALUES)
     if written.division is not None:

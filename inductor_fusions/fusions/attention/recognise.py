@@ -209,6 +209,8 @@ def _read(
     for reader in upwards.others:
         partner = _softmax_behind(reader)
         elsewhere = Reason.USED_ELSEWHERE(f"the scores are also used by {reader.name}")
+        if upwards.writes_by_view is not None:
+            elsewhere = Reason.OVERWRITTEN(f"{upwards.writes_by_view.name} overwrites the scores")
         if partner is None or partner is softmax:
             raise Rejected(elsewhere)
         if partner not in beside:

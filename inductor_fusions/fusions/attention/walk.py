@@ -103,6 +103,8 @@ class Walk:
         self.shifts_cancel = logsumexp is None
         #: What writes to the scores, and what reads them afterwards.
         self.writing: set[fx.Node] = set()
+        #: What writes to the scores by a view of them, which is one of `others`.
+        self.writes_by_view: fx.Node | None = None
         #: Parts of the scores that are being read.
         self.regions: list[Reading] = []
         #: Whether each token is one query, whose scores are a linear of it.
@@ -129,6 +131,7 @@ class Walk:
         writer = self.interpreter.mutations.last(node, user)
         if writer is not None and _writes_into(writer, node):
             return self._written(writer, node, user, factor, scalers, at)
+        self.writes_by_view = self.writes_by_view or writer
         for other in readers(node):
             if (other is user and not reads_metadata(other, node)) or other in self.beside:
                 continue
@@ -165,19 +168,24 @@ class Walk:
             raise Reason.SCALE.rejected(
                 "the scores are scaled by a tensor after a part of them is overwritten"
             )
+        part = region(writer, node) if masked is None else None
         if masked is not None:
-            number = self.number(masked[1])
-            if number is None or not is_fill(number * factor):
-                raise Reason.MASK.rejected(
-                    "masked scores are replaced by a value that is not known to be a large negative number"
-                )
+            number = self._lowest(masked[1], factor)
             site = self.walk(node, writer, factor, scalers, at)
             mask = at.seen(masked[0], scores.shape)
-            site.terms.append(Term(mask, at.sizes(scores.shape), fill=number * factor))
+            site.terms.append(Term(mask, at.sizes(scores.shape), fill=number))
+        elif part is None:
+            raise Reason.OVERWRITTEN.rejected(f"{writer.name} overwrites the scores")
+        elif part.is_number:
+            number = self._lowest(part.written, factor)
+            views = [view for view in readers(node) if readers(view) == [writer]]
+            self.writing.update(views)
+            self.others += readers(writer)
+            site = self.walk(node, writer, factor, scalers, at)
+            everywhere = site.q.then("new_full", (1,) * scores.dim(), 1.0).then("bool")
+            site.terms.append(part.padded(Term(everywhere, at.sizes(scores.shape), fill=number), at))
+            site.chain.extend(views)
         else:
-            part = region(writer, node)
-            if part is None:
-                raise Reason.OVERWRITTEN.rejected(f"{writer.name} overwrites the scores")
             self.regions.append(Reading(part, at, factor, self.shifts_cancel))
             self.shifts_cancel = False
             site = self.walk(part.written, writer if part.written is not writer else user, factor, [], at)
@@ -191,6 +199,15 @@ class Walk:
             site.terms[count:] = [part.padded(term, at) for term in site.terms[count:]]
         site.chain.append(writer)
         return site
+
+    def _lowest(self, value: Any, factor: float) -> float:
+        """The number that masked scores are replaced by."""
+        number = self.number(value)
+        if number is None or not is_fill(number * factor):
+            raise Reason.MASK.rejected(
+                "masked scores are replaced by a value that is not known to be a large negative number"
+            )
+        return number * factor
 
     def _getitem(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         """A part of the scores that is read in order to be written."""

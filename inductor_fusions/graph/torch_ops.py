@@ -55,7 +55,7 @@ _BY_ARGUMENTS = {
     "input diagonal": "tril triu", "input indices": "index", "input n dim prepend append": "diff",
     # constants
     "size fill_value": "full", "input fill_value": "full_like", "input size fill_value": "new_full",
-    "data": "tensor scalar_tensor",
+    "data": "tensor scalar_tensor", "input value": "fill",
     # views
     "input dim": "cumsum squeeze unsqueeze unbind", "input dim0 dim1": "transpose swapaxes swapdims",
     "input source destination": "movedim moveaxis", "input index": "getitem", "input name": "getattr",

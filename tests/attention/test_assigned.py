@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from tests.attention.support import BATCH, DIM, HEADS, Q_LEN, cases, check, qkv, rand, unfused
@@ -50,6 +51,77 @@ def test_fills() -> None:
 def test_fill_of_some_heads() -> None:
     """A mask of fewer dims hides all queries and keys of a head: they weigh all keys alike."""
     check(filled, (*qkv(N, N), torch.tensor([[True, False, False], [False, True, False]])))
+
+
+def last_keys(q: Any, k: Any, v: Any) -> Any:
+    s = scores(q, k)
+    s[..., N - 2 :] = float("-inf")
+    return s.softmax(-1) @ v
+
+
+def last_keys_by_method(q: Any, k: Any, v: Any) -> Any:
+    s = scores(q, k)
+    s[:, :, :, N - 2 :].fill_(-1e9)
+    return s.softmax(-1) @ v
+
+
+def two_corners(q: Any, k: Any, v: Any) -> Any:
+    """The second query sees every key but the last ones, rows of the end see none."""
+    s = scores(q, k)
+    s[:, :, :1, 1:] = -1e9
+    s[..., -2:, :] = -1e9
+    s[:, 1:, :, -1:].fill_(torch.tensor(-1e9))
+    return s.softmax(-1) @ v
+
+
+def last_queries_keys_first(q: Any, k: Any, v: Any) -> Any:
+    s = k @ q.mT * 0.25
+    s[:, :, N - 2 :, 1:3] = -1e9
+    return s.softmax(-2).mT @ v
+
+
+@pytest.mark.parametrize("fn", [last_keys, last_keys_by_method, two_corners, last_queries_keys_first])
+def test_boxes_of_one_number(fn: Any) -> None:
+    check(fn, qkv(N, N))
+    check(fn, qkv(N, N), train=False)
+
+
+def test_boxes_of_symbolic_sizes() -> None:
+    def added_at_the_end(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        s = scores(q, k)
+        s[..., -2:] += bias
+        return s.softmax(-1) @ v
+
+    unfused(two_corners, qkv(N, N), "symbolic", dynamic=True, train=False)
+    unfused(added_at_the_end, (*qkv(N, N), rand(N, 2)), "symbolic", dynamic=True, train=False)
+
+
+def test_boxes_of_one_number_that_are_read() -> None:
+    def read_too(q: Any, k: Any, v: Any) -> Any:
+        s = scores(q, k)
+        part = s[..., N - 2 :]
+        part.fill_(-1e9)
+        return s.softmax(-1) @ v + part.sum()
+
+    def by_steps(q: Any, k: Any, v: Any) -> Any:
+        s = scores(q, k)
+        s[..., ::2].fill_(-1e9)
+        return s.softmax(-1) @ v
+
+    def diagonal(q: Any, k: Any, v: Any) -> Any:
+        s = scores(q, k)
+        s.diagonal(dim1=-2, dim2=-1).fill_(-1e9)
+        return s.softmax(-1) @ v
+
+    def not_low(q: Any, k: Any, v: Any) -> Any:
+        s = scores(q, k)
+        s[..., N - 2 :] = 1.0
+        return s.softmax(-1) @ v
+
+    unfused(read_too, qkv(N, N), "used-elsewhere")
+    unfused(by_steps, qkv(N, N), "overwritten")
+    unfused(diagonal, qkv(N, N), "overwritten")
+    unfused(not_low, qkv(N, N), "mask")
 
 
 def added(q: Any, k: Any, v: Any, bias: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ from tests.attention.support import (
     qkv,
     rand,
     sdpa,
+    unfused,
     visible,
 )
 
@@ -55,6 +58,38 @@ def test_checkpoint_of_a_layer() -> None:
         return q + checkpoint(attend, q, k, v, mask, use_reentrant=False)
 
     check(fn, qkv(9, 9), fused=2, kernel="is_causal")
+
+
+def weights_of(q: Any, k: Any) -> Any:
+    return torch.softmax(q @ k.transpose(-2, -1), -1)
+
+
+def exponentials_of(q: Any, k: Any) -> Any:
+    s = q @ k.transpose(-2, -1)
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("weights", [weights_of, exponentials_of])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_weights_that_leave_a_checkpoint(weights: Any, depth: int) -> None:
+    """The product with v is outside; a softmax without a product behind it is not reported."""
+
+    def inside(q: Any, k: Any, depth: int) -> Any:
+        if depth == 0:
+            return weights(q, k)
+        return checkpoint(inside, q, k, depth - 1, use_reentrant=False)
+
+    unfused(lambda q, k, v: inside(q, k, depth) @ v, qkv(), "weights")
+    assert not check(lambda q, k: inside(q, k, depth).sin(), qkv()[:2], fused=0).sites
+
+
+def test_scores_from_outside_of_a_checkpoint() -> None:
+    def inside(s: Any, v: Any, b: Any) -> Any:
+        return torch.softmax(b + s, -1) @ v
+
+    fn = lambda q, k, v, b: checkpoint(inside, q @ k.transpose(-2, -1), v, b, use_reentrant=False)  # noqa: E731
+    unfused(fn, (*qkv(), rand(Q_LEN, KV_LEN)), "computed outside of the region")
 
 
 def test_checkpoint_that_overwrites_what_it_made() -> None:

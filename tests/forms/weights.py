@@ -733,3 +733,52 @@ def returned_maximum(q: Any, k: Any, v: Any) -> Any:
     m = s.amax(-1, keepdim=True)
     e = torch.exp(s - m)
     return (e / (torch.exp(-m) + e.sum(-1, keepdim=True))) @ v, m
+
+
+@form((2, 16, 9), (9, 4), fused=0, reasons=("sums over another dim",))
+def adjacency_of_learned_nodes(x: Any, nodes: Any) -> Any:
+    """Rows of a softmax of a function of products, over which the product sums: no keys."""
+    return einsum("bcv,vw->bcw", x, (nodes @ nodes.T).relu().softmax(1))
+
+
+@form((4, 9, 8), (4, 9, 8), (4, 9, 8), fused=0, reasons=("in-between",))
+def weights_replaced_by_those_of_another_prompt(q: Any, k: Any, v: Any) -> Any:
+    """Parts of the batch are edited and concatenated."""
+    kept, edited = (q @ k.mT).softmax(-1).chunk(2)
+    return torch.cat([kept, 0.8 * kept + 0.2 * edited]) @ v
+
+
+@form((4, 9, 8), (4, 9, 8), (4, 9, 8), fused=0, reasons=("in-between",))
+def weights_skewed_by_padding(q: Any, k: Any, v: Any) -> Any:
+    w = torch.nn.functional.pad((q @ k.mT).softmax(-1), (0, 9)).flatten(1)[:, :-9].view(4, 9, 17)
+    return w[..., :9] @ v
+
+
+@form((2, 4, 5, 9), (2, 4, 5, 9), fused=0, reasons=("mixed-dtypes",))
+def weights_of_frequencies(q: Any, k: Any) -> Any:
+    """Moduli of complex products, and complex values."""
+    q, k = torch.fft.rfft(q), torch.fft.rfft(k)
+    w = (q.mT @ k).abs().softmax(-1)
+    return torch.fft.irfft(torch.complex(w, torch.zeros_like(w)) @ k.mT)
+
+
+@form((2, 9, 16), (2, 13, 16), fused=0, reasons=("sums over another dim",))
+def matching_normalised_in_turn(q: Any, k: Any) -> Any:
+    """Sinkhorn: rows, then columns; the product sums over the dim that is not the last to be normalised."""
+    s = einsum("bnd,bmd->bnm", q, k)
+    s = s - s.logsumexp(2, keepdim=True)
+    return (s - s.logsumexp(1, keepdim=True)).exp() @ k
+
+
+@form((2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9, 8), (2, 9))
+def weights_times_a_repeated_mask_of_queries(q: Any, k: Any, v: Any, tokens: Any) -> Any:
+    """Ones where a token of the query is not padding, repeated for all keys."""
+    seen = tokens.abs().sign()[:, None, :, None].repeat(1, 4, 1, 9)
+    return ((q @ k.mT).softmax(-1) * seen) @ v
+
+
+@form((2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9, 8), (2, 9), fused=0, reasons=("in-between",))
+def weights_times_a_repeated_mask_that_is_changed(q: Any, k: Any, v: Any, tokens: Any) -> Any:
+    seen = tokens.abs().sign()[:, None, :, None].repeat(1, 4, 1, 9)
+    seen[..., 0] = 0.5
+    return ((q @ k.mT).softmax(-1) * seen) @ v

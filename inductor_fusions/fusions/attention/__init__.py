@@ -15,7 +15,7 @@ from . import sites
 from .multihead import FAST_PATHS, MultiheadForward, fast_path
 from .recognise import is_in_attention, is_written_out
 from .scope import scope_of
-from .written_out import EXPONENTIALS, SOFTMAXES
+from .written_out import EXPONENTIALS, SOFTMAXES, weights_of
 
 FUSION = Fusion(
     name="attention",
@@ -24,9 +24,11 @@ FUSION = Fusion(
     scope=scope_of,
 )
 FUSION.anchor(lambda: spellings(*SOFTMAXES), is_in_attention)(
-    lambda scope, match: sites.HandWritten(scope, match.output_node())
+    lambda scope, match: sites.hand_written(scope, match.output_node())
 )
-FUSION.anchor(lambda: [*spellings(*EXPONENTIALS), "exp_", torch.exp_], is_written_out)(sites.written_out)
+FUSION.anchor(lambda: [*spellings(*EXPONENTIALS), "exp_", torch.exp_], is_written_out)(
+    lambda scope, match: sites.hand_written(scope, weights_of(match))
+)
 FUSION.anchor(lambda: spellings("scaled_dot_product_attention"))(
     lambda scope, match: sites.SdpaCall(scope, match.output_node())
 )

@@ -27,18 +27,24 @@ class Region:
     Attributes:
         scores: the node that is written to.
         index: of the part.
-        written: the node that holds what is there afterwards.
+        written: what holds what is there afterwards: a tensor of its shape, or one number.
         places: (start, stop) in each dim.
     """
 
     scores: fx.Node
     index: Any
-    written: fx.Node
+    written: Any
     places: tuple[tuple[Any, Any], ...]
 
     def is_of(self, node: Any, index: Any) -> bool:
         """Whether `node[index]` is this part."""
         return node is self.scores and repr(index) == repr(self.index)
+
+    @property
+    def is_number(self) -> bool:
+        """Whether one number is there afterwards."""
+        value = tensor(self.written)
+        return value is None or value.dim() == 0
 
     def padded(self, term: Term, at: Arrangement) -> Term:
         """Extend a term that acts on the part to all scores, so that it leaves the others as they are.
@@ -66,6 +72,8 @@ class Region:
                 sizes[place] = stop - start
             pads.append((0, 0) if whole else (start, size - stop))
         flat = [pad for pair in reversed(pads) for pad in pair]
+        if not all(isinstance(pad, int) for pad in flat):
+            raise Reason.SYMBOLIC.rejected("the place of a part of the scores depends on a symbolic size")
         operand = operand.expand(sizes).then(F.pad, tuple(flat))
         return Term(operand, single.sizes(scores.shape), factor=term.factor, fill=term.fill)
 
@@ -105,16 +113,15 @@ def region(writer: fx.Node, scores: fx.Node) -> Region | None:
         if part is None or part.name != "getitem" or part.input is not scores:
             return None
         index = part["index"]
+        written = op["value"] if op is not None and op.name == "fill" else writer
     whole = tensor(scores)
     places = None if whole is None else _places(concrete(index), whole.shape)
-    value = tensor(written)
-    if (
-        places is None
-        or value is None
-        or not same_shape(value.shape, [stop - start for start, stop in places])
-    ):
+    if places is None:
         return None
-    return Region(scores, index, written, places)
+    found, value = Region(scores, index, written, places), tensor(written)
+    if value is not None and not same_shape(value.shape, [stop - start for start, stop in places]):
+        return found if found.is_number else None
+    return found
 
 
 def _places(index: Any, shape: Sequence[Any]) -> tuple[tuple[Any, Any], ...] | None:

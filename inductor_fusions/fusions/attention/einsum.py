@@ -10,7 +10,7 @@ from ..._inductor import known_true
 from ...graph.einsum import Equation, equation
 from ...graph.torch_ops import Op, tensor
 from ...reasons import Reason
-from .arrangement import OWN_VALUES, Arrangement, Misplaced
+from .arrangement import NOT_OVER_KEYS, OVER_ANOTHER_DIM, OWN_VALUES, Arrangement, Misplaced
 from .operands import Operand, product
 
 Groups = tuple[str, str, str]
@@ -23,13 +23,11 @@ def queries_and_keys(op: Op, at: Arrangement) -> tuple[Operand, Operand]:
     if not set(rows) <= set(found.first) or columns[0] in found.first:
         found = found.turned()
     summed = "".join(c for c in found.first if c in found.second and c not in found.result)
-    if (
-        not summed
-        or not _are_of(rows, found.first, found.second)
-        or not _are_of(columns, found.second, found.first)
-        or set(found.first + found.second) - set(found.result + summed)
-    ):
+    alone = _are_of(columns, found.second, found.first)
+    if not summed or not alone or set(found.first + found.second) - set(found.result + summed):
         raise Misplaced(Reason.NO_PRODUCT(f"{found.text} is not a product of queries and keys"))
+    if not _are_of(rows, found.first, found.second):
+        raise Misplaced(NOT_OVER_KEYS)
     _check_sizes(found, summed)
     return (
         _arranged(found.left, found.first, (lead, rows, summed)),
@@ -54,10 +52,11 @@ def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[An
     over_columns = set(columns) <= set(found.second) and not set(columns) & set(found.result)
     if rows and over_columns and set(rows) <= set(found.second) & set(found.result):
         raise Misplaced(OWN_VALUES)
+    if set(columns) & set(found.result):
+        raise Misplaced(OVER_ANOTHER_DIM)
     if (
         not free
         or set(columns) - set(found.second)
-        or set(columns) & set(found.result)
         or set(rows) & set(found.second)
         or set(found.result) != set(natural)
     ):

@@ -54,7 +54,7 @@ class Operand(torch_ops.Seen):
                 else method(*_arguments(method, value, given))
             )
         trained = value.requires_grad or any(isinstance(a, Operand) and a.value.requires_grad for a in args)
-        changed = changed.detach().requires_grad_(trained)
+        changed = changed.detach().requires_grad_(trained and changed.is_floating_point())
         return Operand(self.node, changed, (*self.steps, (method, args)))
 
     def built(self, build: Builder) -> fx.Node:

@@ -31,10 +31,12 @@ from ...graph.torch_ops import (
 from ...operands import same_shape
 from ...reasons import Reason
 from . import einsum
-from .arrangement import OWN_VALUES, Arrangement, Misplaced, is_view, permuted
+from .arrangement import OVER_ANOTHER_DIM, OWN_VALUES, Arrangement, Misplaced, is_view, permuted
 from .assigned import condition as assigned_to
+from .masks import Interpreter
 from .normal_form import Attention, Result, Term
 from .operands import Operand, product
+from .structure import narrowed
 from .written_out import SOFTMAXES, sums_at
 
 MERGED = Reason.IN_BETWEEN(
@@ -43,19 +45,18 @@ MERGED = Reason.IN_BETWEEN(
 
 
 def downwards(
-    site: Attention, number: Callable[[Any], float | None], at: Arrangement,
+    site: Attention, interpreter: Interpreter, at: Arrangement,
     beside: Collection[fx.Node] = (), merged: bool = False, dropped: bool = False,
 ) -> None:  # fmt: skip
     """Read from the softmax down to the product with the values, into `site`.
 
     Args:
-        number: the value of an argument that is a number, or a tensor of one number.
         at: what the dims of the softmax are.
         beside: nodes that read the weights and are part of the softmax.
         merged: whether the queries count as leading dims, the last of them at the product.
         dropped: whether the weights have no column for a sink.
     """
-    node, beside = site.softmax, {*beside}
+    node, beside, number = site.softmax, {*beside}, interpreter.number
     while True:
         read_by = [reader for reader in readers(node) if reader not in beside]
         users = [u for u in read_by if not reads_metadata(u, node)]
@@ -66,7 +67,7 @@ def downwards(
             )
         assigned = _assigned(node, users, number, at)
         if assigned is not None:
-            _set_to_zero(site, assigned)
+            _set_to_zero(site, narrowed(assigned, interpreter))
             site.chain.append(users[0])
             beside.add(users[0])
             continue
@@ -97,14 +98,14 @@ def downwards(
             break
         if op.inplace and op.name not in ("dropout", "masked_fill"):
             raise Reason.OVERWRITTEN.rejected(f"{op.name}_ overwrites the attention weights")
-        scaler = _scaler(op, node, at)
+        scaler = _scaler(op, node, at, interpreter)
         zeroed = _zeroed(op, node, number, at) if scaler is None else None
         if scaler is None and zeroed is None and (site.sink is None or dropped):
-            scaler = _scaler(op, node, at, by_keys=True)
+            scaler = _scaler(op, node, at, interpreter, by_keys=True)
         if scaler is not None:
             site.behind.append(scaler)
         elif zeroed is not None:
-            _set_to_zero(site, zeroed, keeps_nan=op.name == "mul")
+            _set_to_zero(site, narrowed(zeroed, interpreter), keeps_nan=op.name == "mul")
         if scaler is not None or zeroed is not None:
             site.chain.append(user)
             node = user
@@ -333,9 +334,7 @@ def _matrices(op: Op, node: fx.Node, at: Arrangement) -> Result:
     if single is not None and single.rows[0] != last[0] and single.columns[0] == last[1]:
         raise Misplaced(OWN_VALUES)
     if single is None or (single.rows[0], single.columns[0]) != last:
-        raise Misplaced(
-            Reason.NO_PRODUCT("the product after the softmax sums over another dim than the softmax")
-        )
+        raise Misplaced(OVER_ANOTHER_DIM)
     v, lead = permuted(operand, (*single.lead, *last)), single.sizes(weights.shape)
     lengths = weights.shape[single.rows[0]], operand.shape[-1 if is_left else -2]
     dims = (*(single.lead.index(d) for d in range(rank - 2)), *last)
@@ -343,7 +342,7 @@ def _matrices(op: Op, node: fx.Node, at: Arrangement) -> Result:
 
 
 def _scaler(
-    op: Op, weights: fx.Node, at: Arrangement, by_keys: bool = False
+    op: Op, weights: fx.Node, at: Arrangement, interpreter: Interpreter, by_keys: bool = False
 ) -> tuple[str, Any, tuple[Any, ...]] | None:
     """What weights are multiplied or divided by, where it is the same for all keys: the result is as well.
 
@@ -358,10 +357,10 @@ def _scaler(
         return None
     if after is None or not after.is_floating_point() or not same_shape(shape, after.shape):
         return None
-    seen = at.seen(by, shape)
-    varies = tensor(seen)
     if isinstance(by, (int, float)):
         return (op.name, by, at.sizes(shape)) if by and math.isfinite(by) else None
+    seen = narrowed(Term(at.seen(by, shape), at.sizes(shape)), interpreter).node
+    varies = tensor(seen)
     if varies is None or not known_true([1, 1, *varies.shape][-2 if by_keys else -1] == 1):
         return None
     return op.name, seen, at.sizes(shape)

@@ -8,28 +8,27 @@ between that is not part of this form rejects the site, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
-from ..._inductor import hint, known_true
+from ..._inductor import hint, is_body_of_dynamo, known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
 from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, VIEWS, read, tensor
 from ...operands import same_shape
 from ...reasons import Reason
-from .arrangement import OWN_VALUES, Arrangement, Misplaced
+from .arrangement import NOT_OVER_KEYS, OWN_VALUES, Arrangement, Misplaced
 from .masks import Interpreter
 from .normal_form import Attention, Sink, Term
 from .operands import Operand, product
 from .output import MERGED, divided, downwards
 from .rescaled import logsumexp_of, read_sink
 from .scores import Upwards
-from .walk import NOT_OVER_KEYS
 from .written_out import SOFTMAXES, Softmax, softmax_at, weights_of
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 _BETWEEN = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
     "dropout", "mul", "div", "add", "expand", "where", "masked_fill", "getitem", "slice", "narrow",
     "nan_to_num", "mean", "split", "split_with_sizes", "getattr", "sub", "neg", "unbind", "chunk",
-    "conv1d", "conv2d", "conv3d",
+    "conv1d", "conv2d", "conv3d", "cat", "stack", "pad",
 }  # fmt: skip
 
 #: What may stand between scores that two softmaxes read and either of them.
@@ -49,26 +48,41 @@ _OF_SCORES = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
 
 
 def is_in_attention(match: Match) -> bool:
-    """Whether the result of a softmax may reach a product."""
+    """Whether the result of a softmax may reach a product: of a region, perhaps outside of it."""
     softmax = read(match.output_node())
-    return softmax is not None and not softmax.inplace and _reaches_product(softmax.node)
+    return softmax is not None and not softmax.inplace and _may_reach_product(softmax.node)
 
 
 def is_written_out(match: Match) -> bool:
     """Whether weights are made of an exponential, which may reach a product or are read behind one."""
     weights = weights_of(match)
-    op = read(weights)
-    made = None if op is None else read(op.input)
-    behind = made is not None and made.name in PRODUCTS
-    return weights is not None and (behind or _reaches_product(weights))
+    return weights is not None and _may_reach_product(weights)
 
 
-def _reaches_product(start: fx.Node, limit: int = 64) -> bool:
+def _may_reach_product(weights: fx.Node) -> bool:
+    return is_body_of_dynamo(weights.graph) or reaches_product(weights)
+
+
+def reaches_product(
+    start: fx.Node, outside: Callable[[fx.Node], Sequence[fx.Node]] = lambda node: (), limit: int = 64
+) -> bool:
+    """Whether weights may reach a product, or are exponentials that are divided behind it.
+
+    Args:
+        outside: what holds a result of a region in the graph that runs it.
+    """
+    made = read(start)
+    behind = read(made.input) if made is not None and made.name not in SOFTMAXES else None
+    if behind is not None and behind.name in PRODUCTS:
+        return True
     frontier, seen = [start], {start}
     while frontier and len(seen) < limit:
         node = frontier.pop()
         for user in readers(node):
             op = read(user)
+            if user.op == "output":
+                frontier += [each for each in outside(node) if each not in seen]
+                seen.update(frontier)
             if op is None or user in seen:
                 continue
             if op.name in PRODUCTS | ADDING or (op.name == "sum" and _is_wider(node, start)):
@@ -90,7 +104,7 @@ def _is_wider(node: fx.Node, weights: fx.Node) -> bool:
 def _keeps_shape(node: fx.Node, user: fx.Node) -> bool:
     """Whether an operation makes something of weights that may be weights as well."""
     before, after = tensor(node), tensor(user)
-    if before is None or after is None or not after.is_floating_point():
+    if before is None or after is None or not (after.is_floating_point() or after.is_complex()):
         return False
     return same_shape(before.shape, after.shape)
 
@@ -173,9 +187,9 @@ def _read(
     written.check(upwards.maxima)
     site = replace(site, softmax=softmax, softmax_lead=at.sizes(weights.shape), readers=upwards.readers)
     if merged:
+        _take_apart(site)
         if written.sink is not None:
             raise Rejected(MERGED)
-        _take_apart(site)
     site.chain.append(softmax)
     site.chain.extend(upwards.beside)
     if site.sink is not None and len(site.terms) > site.below_sink:
@@ -185,9 +199,7 @@ def _read(
             raise Reason.SINK.rejected("the attention has two sinks")
         column = site.q.then("new_full", (1,) * weights.dim(), written.sink)
         site.sink, site.below_sink = Sink(Term(column, site.softmax_lead), first=False), len(site.terms)
-    downwards(
-        site, upwards.number, at, beside=written.inside, merged=merged, dropped=written.sink is not None
-    )
+    downwards(site, interpreter, at, beside=written.inside, merged=merged, dropped=written.sink is not None)
     if upwards.chooses:
         raise Rejected(OWN_VALUES)
     if written.division is not None:
@@ -197,6 +209,8 @@ def _read(
     for reader in upwards.others:
         partner = _softmax_behind(reader)
         elsewhere = Reason.USED_ELSEWHERE(f"the scores are also used by {reader.name}")
+        if upwards.writes_by_view is not None:
+            elsewhere = Reason.OVERWRITTEN(f"{upwards.writes_by_view.name} overwrites the scores")
         if partner is None or partner is softmax:
             raise Rejected(elsewhere)
         if partner not in beside:
@@ -210,9 +224,12 @@ def _read(
 
 def _take_apart(site: Attention) -> None:
     """Read what acts on scores of shape (leading * queries, keys) as acting on those of the product."""
+    rows = site.q.shape[-2]
+    leads = [site.softmax_lead, *(term.lead for term in site.terms)]
+    if all(same_shape(each, (*site.lead, rows)) or same_shape(each, site.lead) for each in leads):
+        raise Rejected(NOT_OVER_KEYS)  # no view does: there is another reason
     if site.stages or site.scalers or site.sink:
         raise Rejected(MERGED)
-    rows = site.q.shape[-2]
     site.softmax_lead = site.lead
     for place, term in enumerate(site.terms):
         operand = Operand.of(term.node)

@@ -50,6 +50,7 @@ class Scope(fusion.Scope):
         self.fake_mode = fake_mode_of(graph)
         self.changed: list[tuple[fx.Node, bool]] = []
         around, calls = outer if outer is not None else (None, [])
+        self.around, self.calls = around, calls
         start = around.modes.at(calls[0]) if around is not None and calls else None
         self.modes: modes.Modes = modes.Modes(graph, start)
         refused = [] if around is None else [around.derivatives.refused(call) for call in calls]
@@ -78,6 +79,15 @@ class Scope(fusion.Scope):
             for user in body.inlined_for.users if body.inlined_for is not None else ():
                 if user.target is operator.getitem and user.args[1] in body.outputs:
                     self.changed.append((user, body.outputs[user.args[1]]))
+
+    def outside(self, node: fx.Node) -> list[fx.Node]:
+        """What holds a result of this graph, or of one around it, in the graph that runs it."""
+        if self.around is None or node.graph is not self.graph:
+            return [] if self.around is None else self.around.outside(node)
+        results = self.graph.output_node().args[0]
+        places = [at for at, each in enumerate(results) if each is node] if isinstance(results, tuple) else []
+        users = [user for call in self.calls for user in call.users if user.target is operator.getitem]
+        return [user for user in users if user.args[1] in places]
 
     def finish(self) -> Iterator[Candidate]:
         """Candidates that restore the strides of what leaves the graph and branches of a `cond`."""

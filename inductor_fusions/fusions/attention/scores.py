@@ -20,7 +20,7 @@ from .arrangement import Arrangement
 from .masks import is_fill, is_one_or_zero
 from .normal_form import Attention, Sink, Term
 from .operands import Operand
-from .structure import predicate
+from .structure import narrowed, predicate
 from .walk import Walk, between, result_of
 from .written_out import reduction
 
@@ -61,7 +61,7 @@ class Upwards(Walk):
             scale = tensor(other)
             if scale is None:
                 raise Reason.NOT_A_TENSOR.rejected("the scale is neither a number nor a tensor")
-            varying = self._narrowed(self.term(op, other, at))
+            varying = narrowed(self.term(op, other, at), self.interpreter)
             of_keys, of_queries = self._varies(varying)
             integer = not scale.is_floating_point() and scale.dim() > 0
             if of_keys and (of_queries or integer):
@@ -80,15 +80,6 @@ class Upwards(Walk):
             return self.stage(op, scores, op.name, (), varying, factor, scalers, at)
 
         return self.either(op, sides, try_side)
-
-    def _narrowed(self, term: Term) -> Term:
-        """A tensor that was expanded over queries or keys, as one row or column."""
-        for dim in (-1, -2):
-            own, operand = tensor(term.node), Operand.of(term.node)
-            wide = own is not None and own.dim() >= -dim and not known_true(own.shape[dim] == 1)
-            if operand is not None and wide and self.interpreter.is_constant_over(term.node, dim):
-                term = replace(term, node=operand.then("narrow", dim, 0, 1))
-        return term
 
     @staticmethod
     def _varies(term: Term) -> tuple[bool, bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,7 +15,7 @@ from ...effects import modes
 from ...effects.derivatives import REVERSE
 from ...effects.inplace import inputs
 from ...effects.liveness import erase_dead_readers, is_pure
-from ...fusion import Candidate, Rejected
+from ...fusion import Candidate, Rejected, Reported
 from ...graph import torch_ops
 from ...operands import check_kind, text
 from ...reasons import Reason
@@ -27,21 +27,24 @@ from .normal_form import Attention, Result, Term
 from .operands import Operand
 from .posing import few_heads, pose
 from .problem import Problem, check_not_empty, check_sizes, same_problem_shapes
-from .recognise import recognise
+from .recognise import reaches_product, recognise
 from .remembered import remembered, storage_of
 from .scope import Scope
 from .short import terms as short
 from .structure import MASK_FILL, Structure
-from .written_out import weights_of
-
-if TYPE_CHECKING:
-    from ..._inductor import Match
 
 
-def written_out(scope: Scope, match: Match) -> Candidate | None:
-    """The attention around a softmax that is made of exponentials."""
-    weights = weights_of(match)
-    return None if weights is None else HandWritten(scope, weights)
+def hand_written(scope: Scope, weights: fx.Node | None) -> Candidate | None:
+    """The attention around a softmax, by the node that holds its result; None if no product is behind it."""
+    if weights is None or not reaches_product(weights, scope.outside):
+        return None
+    if reaches_product(weights):
+        return HandWritten(scope, weights)
+    leaves = Reason.WEIGHTS.rejected(
+        "the product with v is outside of the region (a checkpoint, say) that computes the weights",
+        "compute the product with v in the same region",
+    )
+    return Reported(weights, leaves, {"scores": _text(weights)})
 
 
 class HandWritten(Candidate):

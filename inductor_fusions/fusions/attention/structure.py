@@ -104,6 +104,16 @@ def window(part: Bool) -> int | None:
     return const + 1 if isinstance(const, int) and const >= 0 else None
 
 
+def narrowed(term: Term, interpreter: Interpreter) -> Term:
+    """A tensor that was expanded over queries or keys, as one row or column."""
+    for dim in (-1, -2):
+        own, operand = torch_ops.tensor(term.node), Operand.of(term.node)
+        wide = own is not None and own.dim() >= -dim and not known_true(own.shape[dim] == 1)
+        if operand is not None and wide and interpreter.is_constant_over(term.node, dim):
+            term = replace(term, node=operand.then("narrow", dim, 0, 1))
+    return term
+
+
 def predicate(term: Term, interpreter: Interpreter, cancels: bool) -> tuple[Bool, float] | None:
     """The condition under which a term leaves a score as it is, and its number elsewhere; None if it is data.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import hint, known_true
+from ..._inductor import hint, is_body_of_dynamo, known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
@@ -33,15 +33,17 @@ from ...graph.torch_ops import (
 from ...operands import same_shape
 from ...reasons import Reason
 from . import einsum
-from .arrangement import Arrangement, Misplaced, is_view, permuted
+from .arrangement import NOT_OVER_KEYS, Arrangement, Misplaced, is_view, permuted
 from .assigned import Region, condition, region
 from .masks import Interpreter, is_fill, may_hide_rows
 from .normal_form import Attention, Stage, Term
 from .operands import Operand
 
 NO_PRODUCT = Reason.NO_PRODUCT("no product of queries and keys precedes the softmax")
-NOT_OVER_KEYS = Reason.NO_PRODUCT("the softmax is not over the keys")
 ELEMENTWISE = Reason.NO_PRODUCT("the scores are sums of elementwise products, not a matrix product")
+OUTSIDE = Reason.NO_PRODUCT(
+    "the scores are computed outside of the region (a checkpoint, say) of the softmax"
+)
 #: How far it is looked for, in nodes.
 REACH = 64
 #: How many nodes are tried on the way up: where an operation reads the scores twice, both sides are.
@@ -101,6 +103,8 @@ class Walk:
         self.shifts_cancel = logsumexp is None
         #: What writes to the scores, and what reads them afterwards.
         self.writing: set[fx.Node] = set()
+        #: What writes to the scores by a view of them, which is one of `others`.
+        self.writes_by_view: fx.Node | None = None
         #: Parts of the scores that are being read.
         self.regions: list[Reading] = []
         #: Whether each token is one query, whose scores are a linear of it.
@@ -117,7 +121,8 @@ class Walk:
         """
         op, scores = read(node), tensor(node)
         if op is None or scores is None or scores.dim() < 2:
-            raise Rejected(NO_PRODUCT)
+            is_input = isinstance(node, fx.Node) and node.op == "placeholder"
+            raise Rejected(OUTSIDE if is_input and is_body_of_dynamo(node.graph) else NO_PRODUCT)
         self._steps += 1
         if self._steps > MOST_STEPS:
             raise Reason.IN_BETWEEN.rejected(
@@ -126,6 +131,7 @@ class Walk:
         writer = self.interpreter.mutations.last(node, user)
         if writer is not None and _writes_into(writer, node):
             return self._written(writer, node, user, factor, scalers, at)
+        self.writes_by_view = self.writes_by_view or writer
         for other in readers(node):
             if (other is user and not reads_metadata(other, node)) or other in self.beside:
                 continue
@@ -162,19 +168,24 @@ class Walk:
             raise Reason.SCALE.rejected(
                 "the scores are scaled by a tensor after a part of them is overwritten"
             )
+        part = region(writer, node) if masked is None else None
         if masked is not None:
-            number = self.number(masked[1])
-            if number is None or not is_fill(number * factor):
-                raise Reason.MASK.rejected(
-                    "masked scores are replaced by a value that is not known to be a large negative number"
-                )
+            number = self._lowest(masked[1], factor)
             site = self.walk(node, writer, factor, scalers, at)
             mask = at.seen(masked[0], scores.shape)
-            site.terms.append(Term(mask, at.sizes(scores.shape), fill=number * factor))
+            site.terms.append(Term(mask, at.sizes(scores.shape), fill=number))
+        elif part is None:
+            raise Reason.OVERWRITTEN.rejected(f"{writer.name} overwrites the scores")
+        elif part.is_number:
+            number = self._lowest(part.written, factor)
+            views = [view for view in readers(node) if readers(view) == [writer]]
+            self.writing.update(views)
+            self.others += readers(writer)
+            site = self.walk(node, writer, factor, scalers, at)
+            everywhere = site.q.then("new_full", (1,) * scores.dim(), 1.0).then("bool")
+            site.terms.append(part.padded(Term(everywhere, at.sizes(scores.shape), fill=number), at))
+            site.chain.extend(views)
         else:
-            part = region(writer, node)
-            if part is None:
-                raise Reason.OVERWRITTEN.rejected(f"{writer.name} overwrites the scores")
             self.regions.append(Reading(part, at, factor, self.shifts_cancel))
             self.shifts_cancel = False
             site = self.walk(part.written, writer if part.written is not writer else user, factor, [], at)
@@ -188,6 +199,15 @@ class Walk:
             site.terms[count:] = [part.padded(term, at) for term in site.terms[count:]]
         site.chain.append(writer)
         return site
+
+    def _lowest(self, value: Any, factor: float) -> float:
+        """The number that masked scores are replaced by."""
+        number = self.number(value)
+        if number is None or not is_fill(number * factor):
+            raise Reason.MASK.rejected(
+                "masked scores are replaced by a value that is not known to be a large negative number"
+            )
+        return number * factor
 
     def _getitem(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         """A part of the scores that is read in order to be written."""
@@ -311,11 +331,11 @@ class Walk:
             try:
                 return attempt(scores, other)
             except Rejected as miss:
-                kept = _has_product(scores, value) or miss.reason == ELEMENTWISE
+                kept = _has_product(scores, value) or miss.reason in (ELEMENTWISE, OUTSIDE)
                 misses.append(miss if kept else Rejected(NO_PRODUCT))
                 self.restore(before)
-        found = [m for m in misses if m.reason not in (NO_PRODUCT, ELEMENTWISE)]
-        misses.sort(key=lambda m: m.reason != ELEMENTWISE)
+        found = [m for m in misses if m.reason not in (NO_PRODUCT, ELEMENTWISE, OUTSIDE)]
+        misses.sort(key=lambda m: m.reason == NO_PRODUCT)
         if not found and not misses and result is not None and _has_product(op.node, result):
             raise Reason.SHAPES.rejected("the scores are broadcast by an operation on them")
         raise (found or misses or [Rejected(NO_PRODUCT)])[0]

@@ -24,6 +24,7 @@ from tests.lora.spellings import (
     with_a_tail,
 )
 from tests.support.arguments import named
+from tests.support.on_a_gpu import compiled
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
@@ -303,6 +304,25 @@ def test_symbolic_sizes_that_are_computed_later() -> None:
         x = rand(24, 4, 64)
         torch._dynamo.mark_dynamic(x, 0)
         assert check(Reshaped(), (x,), train=train, budget=2.0).fused("lora")
+
+
+def test_factor_that_changes() -> None:
+    """A number that the caller gives is an input of the graph from its second value on."""
+    given = operands()
+
+    def differentiate(y: Any) -> Any:
+        return torch.autograd.grad(y, given, torch.ones_like(y).cumsum(0))
+
+    def fn(factor: float) -> Any:
+        x, w, a, b = given
+        return F.linear(x, w) + F.linear(F.linear(x, a), b) * factor
+
+    with compiled(fn) as (call, seen):
+        for factor in (2.0, 0.5, 2, 3, -1):
+            ours, eager = ([y, *differentiate(y)] for y in (call(factor), fn(factor)))
+            for found, wanted in zip(ours, eager, strict=True):
+                assert float((found - wanted).norm()) <= 0.02 * float(wanted.norm())
+    assert seen.fused("lora") >= 2
 
 
 def test_symbolic_strides() -> None:

@@ -306,6 +306,27 @@ def test_symbolic_sizes_that_are_computed_later() -> None:
         assert check(Reshaped(), (x,), train=train, budget=2.0).fused("lora")
 
 
+@pytest.mark.parametrize("form", ["gate of the rank", "down-projection that is used", "two activations"])
+def test_rows_that_depend_on_values(form: str) -> None:
+    """Nothing is asked about how many there are."""
+    x, w, a, b = operands()
+    offset, gate = rand(128), rand(16)
+
+    def fn(chosen: Any, x: Any) -> Any:
+        x = x[chosen.nonzero()[:, 0]]
+        if form == "two activations":
+            return F.gelu(F.linear(F.gelu(F.linear(x, w, offset)), w.t().contiguous())), w
+        down = F.linear(x, a)
+        return F.linear(x, w) + F.linear(down * gate if "gate" in form else down, b), down
+
+    chosen = torch.arange(96) % 3 > 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), compiled(fn) as (call, _):
+        ours, eager = call(chosen, x), fn(chosen, x)
+        given = [torch.autograd.grad(y[0], (x, w), torch.ones_like(y[0]).cumsum(0)) for y in (ours, eager)]
+    for found, wanted in zip((ours[0], *given[0]), (eager[0], *given[1]), strict=True):
+        assert float((found - wanted).detach().norm()) <= 0.02 * float(wanted.detach().norm())
+
+
 def test_factor_that_changes() -> None:
     """A number that the caller gives is an input of the graph from its second value on."""
     given = operands()

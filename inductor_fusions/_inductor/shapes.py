@@ -87,8 +87,16 @@ def fake_mode_of(graph: fx.Graph) -> Any | None:
 
 
 def is_batched(tensor: Any) -> bool:
-    """Whether a fake value lives inside torch.vmap, with a dim that its shape does not show."""
-    return isinstance(tensor, torch.Tensor) and bool(torch._C._functorch.is_batchedtensor(tensor))
+    """Whether a fake value lives inside torch.vmap, with a dim that its shape does not show.
+
+    Other transforms may be inside of it, as for gradients of each sample.
+    """
+    functorch = torch._C._functorch
+    while isinstance(tensor, torch.Tensor) and functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
 
 
 def records_gradients(value: Any) -> bool:

@@ -140,7 +140,7 @@ def _with_bias(node: fx.Node, depth: int) -> Columns | None:
         if bias is None or inside is None or not isinstance(vector, fx.Node) or not _is_whole(inside):
             continue
         dtypes = {each.dtype for each in (bias, value(node), value(inside.base.node))}
-        if inside.base.bias is None and tuple(bias.shape) == (inside.count,) and len(dtypes) == 1:
+        if inside.base.bias is None and same_sizes(bias.shape, (inside.count,)) and len(dtypes) == 1:
             return replace(inside, base=replace(inside.base, bias=vector))
     return None
 

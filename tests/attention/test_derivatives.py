@@ -66,6 +66,10 @@ def jacobian(q: Any, k: Any, v: Any) -> Any:
     return torch.func.jacrev(lambda x: attend(x, k, v).sum((0, 1)))(q)
 
 
+def gradient_of_each_sample(q: Any, k: Any, v: Any) -> Any:
+    return torch.func.vmap(torch.func.grad(loss))(q, k, v)
+
+
 def gradient_of_gradient(q: Any, k: Any, v: Any) -> Any:
     return torch.func.grad(lambda x: gradient(x, k, v).square().sum())(q)
 
@@ -131,6 +135,7 @@ TAKEN: dict[str, tuple[Function, bool, str]] = {
     "jacobian": (jacobian, False, AT_ONCE),
     "jacobian and a backward": (jacobian, True, AT_ONCE),
     "batched gradients": (batched, True, AT_ONCE),
+    "gradient of each sample": (gradient_of_each_sample, False, "inside torch.vmap"),
     "gradient of a gradient": (gradient_of_gradient, False, TWICE),
     "penalty": (penalty, True, TWICE),
     "penalty of a checkpoint": (penalty_of_a_checkpoint, True, TWICE),

@@ -65,7 +65,7 @@ def gradients(fn: Callable[..., Any], given: dict[str, torch.Tensor], changed: s
     out = fn(*own.values())
     with torch.no_grad():
         for name in changed:
-            own[name].mul_(-1.3)
+            own[name].mul_(-1.3) if own[name].is_floating_point() else own[name].logical_not_()
     out.square().sum().backward()
     return {name: x.grad for name, x in own.items() if x.requires_grad}
 
@@ -78,7 +78,8 @@ def same_gradients(
     fused: int | None = 1,
 ) -> None:
     try:
-        wide = {name: x.detach().double().requires_grad_(x.requires_grad) for name, x in given.items()}
+        wide = {name: x.double().detach().requires_grad_(x.requires_grad) for name, x in given.items()}
+        wide |= {name: x for name, x in given.items() if not x.is_floating_point()}
         expected = gradients(fn, wide, changed)
     except RuntimeError as error:
         assert "modified by an inplace operation" in str(error)
@@ -107,6 +108,16 @@ def test_inputs_of_other_kernels_that_the_caller_changes(kernel: str) -> None:
         for form in (added, scaled):
             with KERNELS[kernel]():
                 same_gradients(form, inputs(trained), changed, fused=None)
+
+
+def test_mask_of_a_call_that_the_caller_changes() -> None:
+    """SDPA keeps what it converts a boolean mask to."""
+
+    def fn(q: Any, k: Any, v: Any, m: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=m)
+
+    with KERNELS["flex"]():
+        same_gradients(fn, {**inputs("qkv"), "m": visible(2, 1, 1, 9)}, "m")
 
 
 def test_inputs_of_generated_code_that_the_caller_changes() -> None:

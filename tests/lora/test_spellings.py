@@ -24,6 +24,7 @@ from tests.lora.spellings import (
     with_a_tail,
 )
 from tests.support.arguments import named
+from tests.support.on_a_gpu import compiled
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
@@ -303,6 +304,46 @@ def test_symbolic_sizes_that_are_computed_later() -> None:
         x = rand(24, 4, 64)
         torch._dynamo.mark_dynamic(x, 0)
         assert check(Reshaped(), (x,), train=train, budget=2.0).fused("lora")
+
+
+@pytest.mark.parametrize("form", ["gate of the rank", "down-projection that is used", "two activations"])
+def test_rows_that_depend_on_values(form: str) -> None:
+    """Nothing is asked about how many there are."""
+    x, w, a, b = operands()
+    offset, gate = rand(128), rand(16)
+
+    def fn(chosen: Any, x: Any) -> Any:
+        x = x[chosen.nonzero()[:, 0]]
+        if form == "two activations":
+            return F.gelu(F.linear(F.gelu(F.linear(x, w, offset)), w.t().contiguous())), w
+        down = F.linear(x, a)
+        return F.linear(x, w) + F.linear(down * gate if "gate" in form else down, b), down
+
+    chosen = torch.arange(96) % 3 > 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), compiled(fn) as (call, _):
+        ours, eager = call(chosen, x), fn(chosen, x)
+        given = [torch.autograd.grad(y[0], (x, w), torch.ones_like(y[0]).cumsum(0)) for y in (ours, eager)]
+    for found, wanted in zip((ours[0], *given[0]), (eager[0], *given[1]), strict=True):
+        assert float((found - wanted).detach().norm()) <= 0.02 * float(wanted.detach().norm())
+
+
+def test_factor_that_changes() -> None:
+    """A number that the caller gives is an input of the graph from its second value on."""
+    given = operands()
+
+    def differentiate(y: Any) -> Any:
+        return torch.autograd.grad(y, given, torch.ones_like(y).cumsum(0))
+
+    def fn(factor: float) -> Any:
+        x, w, a, b = given
+        return F.linear(x, w) + F.linear(F.linear(x, a), b) * factor
+
+    with compiled(fn) as (call, seen):
+        for factor in (2.0, 0.5, 2, 3, -1):
+            ours, eager = ([y, *differentiate(y)] for y in (call(factor), fn(factor)))
+            for found, wanted in zip(ours, eager, strict=True):
+                assert float((found - wanted).norm()) <= 0.02 * float(wanted.norm())
+    assert seen.fused("lora") >= 2
 
 
 def test_symbolic_strides() -> None:

@@ -228,6 +228,22 @@ def test_other_strides_and_sizes(name: str) -> None:
 
 
 @OF_ANY_SIZE
+def test_rows_that_depend_on_values(name: str) -> None:
+    """Their number is not known before the graph runs, and nothing may ask for it."""
+    case = CASES[name]
+    inputs = [x.detach() for x in case.inputs()]
+
+    def some(chosen: torch.Tensor, *given: torch.Tensor) -> Any:
+        places = chosen.nonzero()[:, 0]
+        return case.function(*[x[places] if i in case.rows else x for i, x in enumerate(given)])
+
+    given = [torch.arange(inputs[case.rows[0]].shape[0]) % 3 > 0, *inputs]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found, _ = run(some, given)
+    assert same(found, results(some, given))
+
+
+@OF_ANY_SIZE
 def test_no_rows(name: str) -> None:
     """What is computed of nothing is as in eager mode."""
     case = CASES[name]

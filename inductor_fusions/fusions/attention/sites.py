@@ -272,9 +272,15 @@ class SdpaCall(Candidate):
         return savings.of_sdpa_call(self.choice.problem, op["attn_mask"])
 
     def rewrite(self) -> str:
-        operands = self.anchor.all_input_nodes
+        op = torch_ops.read(self.anchor)
+        assert op is not None
+        kept = [op[name] for name in ("query", "key", "value")]
+        mask = torch_ops.tensor(op["attn_mask"])
+        # SDPA converts a boolean mask, and keeps the result.
+        if self.choice.kernel == "sdpa" or (mask is not None and mask.dtype != torch.bool):
+            kept.append(op["attn_mask"])
         return _replace(
-            self.scope, self.choice, self.anchor, [self.anchor], lambda: {*map(storage_of, operands)},
+            self.scope, self.choice, self.anchor, [self.anchor], lambda: {*map(storage_of, kept)},
             self.was_grouped,
         )  # fmt: skip
 

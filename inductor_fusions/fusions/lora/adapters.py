@@ -374,7 +374,9 @@ def weighted(node: fx.Node) -> Weighted | None:
 def _is_number(node: fx.Node) -> bool:
     """Whether a node is a tensor of one element, of shape () or (1,)."""
     found = tensor(node)
-    return found is not None and tuple(found.shape) in ((), (1,)) and found.is_floating_point()
+    if found is None or not found.is_floating_point():
+        return False
+    return same_sizes(found.shape, ()) or same_sizes(found.shape, (1,))
 
 
 # -- adapters of some columns, put beside zeros: by `cat`, or by padding ---------------------------------

@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from ..._inductor import known_true
 from ...effects.liveness import only_reader, replace
 from ...fusion import Candidate
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, linear_of, read
-from ...operands import check_device, check_kind, tensor
+from ...operands import check_device, check_kind, same_shape, tensor
 from ...reasons import Reason
 from .inputs import Inputs
 from .norms import normalised
@@ -105,7 +106,7 @@ class Moved(Candidate):
             raise Reason.MIXED_DTYPES.rejected("the adapter and its factor have different dtypes")
         if out.dtype == torch.float16:
             raise Reason.RANGE.rejected("x @ A may overflow in float16 where the result does not")
-        if any(each.meta["example_value"].shape != out.shape for each in self.between):
+        if not all(same_shape(each.meta["example_value"].shape, out.shape) for each in self.between):
             raise Reason.SHAPES.rejected("the adapter is broadcast")
         if not (self._is_of_rows(factor) or self._is_of_columns(factor)):
             raise Reason.BEHIND_ADAPTER.rejected("the factor has another number for each element")
@@ -114,10 +115,13 @@ class Moved(Candidate):
         check_device(out)
 
     def _is_of_rows(self, factor: torch.Tensor) -> bool:
-        return factor.numel() == 1 or factor.shape[-1] == 1
+        return known_true(factor.numel() == 1) or known_true(factor.shape[-1] == 1)
 
     def _is_of_columns(self, factor: torch.Tensor) -> bool:
-        return bool(factor.shape[-1] == factor.numel() == self.up.meta["example_value"].shape[-1])
+        columns = factor.shape[-1]
+        return known_true(factor.numel() == columns) and known_true(
+            self.up.meta["example_value"].shape[-1] == columns
+        )
 
     def rewrite(self) -> str:
         make, found = Builder(self.anchor), linear_of(self.up)

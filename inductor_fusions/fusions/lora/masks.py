@@ -127,4 +127,5 @@ def _scaled_bool(node: fx.Node) -> tuple[fx.Node, float] | None:
 
 
 def _has_size_of(x: fx.Node, node: fx.Node) -> bool:
-    return same_sizes(value(x).shape, value(node).shape)
+    found = tensor(x)  # None of a number that is an input of the graph
+    return found is not None and same_sizes(found.shape, value(node).shape)

@@ -18,13 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from ..._inductor import known_true
 from ...effects.derivatives import check_operation
 from ...effects.liveness import is_dead, only_reader, replace
 from ...effects.writes import check_between
 from ...fusion import Candidate
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, VIEWS, Op, linear_of, read
-from ...operands import check_device, check_kind, holds, tensor
+from ...operands import check_device, check_kind, holds, same_shape, tensor
 from ...reasons import Reason
 from .inputs import Inputs
 from .second_product import MOST_STEPS, cast, is_up, made, scaled_by
@@ -133,7 +134,8 @@ class _Reader:
             found is not None
             and found.is_floating_point()
             and found.dim() > 0
-            and found.shape[-1] == found.numel() == self.columns
+            and known_true(found.shape[-1] == self.columns)
+            and known_true(found.numel() == self.columns)
         )
 
     def _times(self, terms: _Terms | None, by: fx.Node) -> _Terms | None:
@@ -224,7 +226,7 @@ class Normalised(Candidate):
         check_kind(*values, out)
         if out.dtype != functools.reduce(torch.promote_types, [value.dtype for value in values]):
             raise Reason.MIXED_DTYPES.rejected("the sum is not in the dtype of its terms")
-        if any(each.meta["example_value"].shape != out.shape for each in inner):
+        if not all(same_shape(each.meta["example_value"].shape, out.shape) for each in inner):
             raise Reason.SHAPES.rejected("a term of the sum is broadcast")
         # Also what reads one by the name that it had before a write in place.
         users = [user for node in inner - {top} for user in node.users if user not in inner]

@@ -11,7 +11,7 @@ from torch import fx
 
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, Op, linear_of, read
-from ...operands import tensor
+from ...operands import same_shape, tensor
 from .adapters import MOST_RANK
 from .op import LORA_DOWN, LORA_DROPPED_DOWN
 
@@ -47,8 +47,9 @@ def _has_down(node: Any, rank: int) -> bool:
         if op is None or op.name not in _POINTWISE:
             return False
         sides, out = (op.input, op["other"]), tensor(node)
-        shape = None if out is None else out.shape
-        whole = [x for x in sides if (found := tensor(x)) is not None and found.shape == shape]
+        if out is None:
+            return False
+        whole = [x for x in sides if (found := tensor(x)) is not None and same_shape(found.shape, out.shape)]
         node = whole[0] if len(whole) == 1 else None
     return False
 

@@ -53,10 +53,11 @@ def check_operands(nodes: Sequence[fx.Node]) -> None:
             'torch.set_float32_matmul_precision("high")',
         )
     for node in nodes:
-        _check_layout(value(node))
+        check_layout(value(node))
 
 
-def _check_layout(matrix: torch.Tensor) -> None:
+def check_layout(matrix: torch.Tensor) -> None:
+    """Refuse a matrix without a dim of stride 1, or that vector loads cannot read."""
     per_load = ALIGNMENT // matrix.dtype.itemsize
     rows, columns = matrix.shape
     along, across = (1, 0) if known_true(matrix.stride(1) == 1) else (0, 1)

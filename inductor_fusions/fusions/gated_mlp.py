@@ -30,7 +30,7 @@ from ..block_mm.expressions import (
 )
 from ..block_mm.op import ACTIVATIONS
 from ..decisions.problems import FEW_ROWS
-from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Reported, Scope
+from ..fusion import Candidate, Fusion, Rejected, Scope
 from ..graph.builder import Builder, substitute
 from ..graph.facts import facts
 from ..graph.placement import Place
@@ -213,16 +213,6 @@ class GatedPair(Candidate):
         return self.kernel
 
 
-def _without_kernel(root: fx.Node, reason: Said) -> Candidate:
-    """A linear times a function of another one on the same input, for which there is no kernel."""
-    why: Rejected = LeftToStock(reason)
-    try:
-        guards.check_device(root)
-    except Rejected as first:
-        why = first
-    return Reported(root, why, {"result": guards.text(root)})
-
-
 def _of_many(node: fx.Node) -> fx.Node | None:
     """The product of many matrices that a node has all columns of, or some."""
     parts = (*SPLITS, aten.slice.Tensor, aten.select.int, operator.getitem)
@@ -365,4 +355,4 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     for root, (pair, reason) in others.items():
         if not was_erased(root) and pair not in known:
             known.add(pair)
-            yield _without_kernel(root, reason)
+            yield guards.reported(root, reason)

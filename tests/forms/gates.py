@@ -188,7 +188,7 @@ def gated_cross(x0: Any, x: Any, w: Any, b: Any, v: Any) -> Any:
     return x0 * F.linear(x, w, b) * torch.sigmoid(F.linear(x, v)) + x
 
 
-@form(X, "frozen 128x64", "frozen 128x64", (48, 1))
+@form(X, "frozen 128x64", "frozen 128x64", (48, 1), reasons=("other tensors", "other tensors"))
 def mask_inside_the_gate(x: Any, w: Any, v: Any, mask: Any) -> Any:
     """The linear is multiplied before the activation: that is no factor of both."""
     return F.silu(F.linear(x, w) * mask) * F.linear(x, v)

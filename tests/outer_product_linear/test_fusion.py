@@ -111,6 +111,9 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "divided in between": (
         lambda u, v, w, b: F.linear(torch.einsum("bi,bj->bij", u, v).flatten(1) / 5, w, b), "is between",
     ),
+    "activated in between": (
+        lambda u, v, w, b: F.linear(torch.einsum("bi,bj->bij", u, v).flatten(1).relu(), w, b), "is between",
+    ),
     "multiplied in between": (
         lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :]).flatten(1) * b[:1], w, b), "is between",
     ),

@@ -22,6 +22,7 @@ from ...graph.torch_ops import CASTS, VIEWS, Op, linear_of, read
 from ...operands import same_shape, tensor
 
 OTHER_ROWS = "the factors have different rows, such as all pairs of the rows of two tensors"
+_POINTWISE = frozenset("mul div relu tanh sigmoid dropout".split())
 BETWEEN = "another operation is between the outer product and the linear"
 #: Views that keep the elements in their order. `getitem` is one where it only adds dims.
 _VIEWS = VIEWS | {"contiguous"}
@@ -75,7 +76,7 @@ def unread(node: fx.Node) -> str:
             how = _of_other_factors(op, made, flat.shape[-1])
             if how:
                 return how
-        if op.name not in _VIEWS | CASTS | {"mul", "div"}:  # norms
+        if op.name not in _VIEWS | CASTS | _POINTWISE:
             break
         x = op.input
     return ""

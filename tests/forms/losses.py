@@ -179,8 +179,9 @@ def log_softmax_of_each_sample(h: Any, w: Any, y: Any) -> Any:
     return torch.stack(found)
 
 
-@form(*HEAD, left=(1, 1))
+@form(*HEAD)
 def samples_in_another_order(h: Any, w: Any, y: Any) -> Any:
+    """Not one loss, but one for each sample."""
     logits = F.linear(h, w)
     picked = [F.log_softmax(logits[i], -1).gather(-1, y[1 - i][:, None]).squeeze(-1) for i in (0, 1)]
     return torch.stack(picked)

@@ -192,7 +192,9 @@ class LossHead(Candidate):
         h, w = tensor(site.h), tensor(site.w)
         assert h is not None and w is not None
         classes = int(logits.shape[-1]) if site.columns is None else site.columns[1]
-        rows = logits.numel() // w.shape[0 if site.by_rows else 1]
+        labels = tensor(site.labels)
+        assert labels is not None
+        rows = labels.numel()  # of this loss alone, if others read other rows
         if hint(logits.numel()) * logits.itemsize < SMALL:
             raise Reason.NOT_FASTER.left_to_stock("the logits are small, so fusing would save little memory")
         if self.trains and is_body_of_dynamo(self.graph):
@@ -200,7 +202,7 @@ class LossHead(Candidate):
                 "the loss is in a nested graph, such as a checkpoint, which may run again for the backward"
             )
         own = classes * w.numel() // logits.shape[-1]
-        kept = (hint(h.numel()) if wants_h else 0) + (own if wants_w else 0)
+        kept = (hint(rows) * h.shape[-1] if wants_h else 0) + (own if wants_w else 0)
         if self.trains and self.in_one_pass and kept > hint(rows) * classes:
             raise Reason.MEMORY.left_to_stock(
                 "the gradients that the fused forward saves are larger than the logits",

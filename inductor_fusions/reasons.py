@@ -247,6 +247,11 @@ class Reason(Enum):
         "The pairwise dot products are not selected by index vectors.",
         "Select them as `z[:, i, j]`, with vectors of indices i and j.",
     )
+    OUTER_PRODUCT = (
+        "A linear reads a flattened outer product, but not that of two vectors for each row: outer products "
+        "are summed, scaled, or of more than two factors, or the factors have different rows.",
+        "Nothing, if the model needs it. Supported is `linear((u[:, :, None] * v[:, None, :]).flatten(1))`.",
+    )
     LOSS = (
         "The logits are not computed by a linear in this graph, or this form of the loss is not supported.",
         "Use `F.cross_entropy(F.linear(h, w).view(-1, V), labels.view(-1))`, with the linear in the "

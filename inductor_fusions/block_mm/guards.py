@@ -12,7 +12,7 @@ from .. import config, operands
 from .._inductor import known_true, max_autotune
 from ..decisions import Span
 from ..decisions.tables import dtype_name
-from ..fusion import LeftToStock
+from ..fusion import LeftToStock, Rejected, Reported
 from ..graph.products import VIEWS, Product, identity, product, value
 from ..operands import tokens_of
 from ..reasons import Reason, Said
@@ -22,6 +22,11 @@ from .problem import Problem, describe, of_operands
 
 #: Bulk copies and vector loads take 16 bytes at a time.
 ALIGNMENT = 16
+#: Of linears whose input is not contiguous and whose weight is frozen.
+BATCH = Reason.LAYOUT(
+    "the rows of the input are apart in memory, so each linear with a frozen weight is a batch of products, "
+    "and the kernels support one matrix each"
+)
 #: Kinds of problems for which stock computes the products one by one, as autotuning assumes.
 MEASURED_WHILE_COMPILING = frozenset({"shared_a", "shared_b", "gated", "linear"})
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -30,6 +35,16 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def check_device(node: fx.Node) -> None:
     """Leave devices other than CUDA to stock."""
     operands.check_device(value(node))
+
+
+def reported(node: fx.Node, why: Said) -> Reported:
+    """A site for which there is no kernel; on devices without kernels, this is the reason."""
+    reason: Rejected = LeftToStock(why, "contiguous() on the input" if why is BATCH else "")
+    try:
+        check_device(node)
+    except Rejected as first:
+        reason = first
+    return Reported(node, reason, {"result": text(node)})
 
 
 def check_operands(nodes: Sequence[fx.Node]) -> None:
@@ -53,10 +68,11 @@ def check_operands(nodes: Sequence[fx.Node]) -> None:
             'torch.set_float32_matmul_precision("high")',
         )
     for node in nodes:
-        _check_layout(value(node))
+        check_layout(value(node))
 
 
-def _check_layout(matrix: torch.Tensor) -> None:
+def check_layout(matrix: torch.Tensor) -> None:
+    """Refuse a matrix without a dim of stride 1, or that vector loads cannot read."""
     per_load = ALIGNMENT // matrix.dtype.itemsize
     rows, columns = matrix.shape
     along, across = (1, 0) if known_true(matrix.stride(1) == 1) else (0, 1)

@@ -30,7 +30,7 @@ from ..block_mm.expressions import (
 )
 from ..block_mm.op import ACTIVATIONS
 from ..decisions.problems import FEW_ROWS
-from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Reported, Scope
+from ..fusion import Candidate, Fusion, Rejected, Scope
 from ..graph.builder import Builder, substitute
 from ..graph.facts import facts
 from ..graph.placement import Place
@@ -213,16 +213,6 @@ class GatedPair(Candidate):
         return self.kernel
 
 
-def _without_kernel(root: fx.Node, reason: Said) -> Candidate:
-    """A linear times a function of another one on the same input, for which there is no kernel."""
-    why: Rejected = LeftToStock(reason)
-    try:
-        guards.check_device(root)
-    except Rejected as first:
-        why = first
-    return Reported(root, why, {"result": guards.text(root)})
-
-
 def _of_many(node: fx.Node) -> fx.Node | None:
     """The product of many matrices that a node has all columns of, or some."""
     parts = (*SPLITS, aten.slice.Tensor, aten.select.int, operator.getitem)
@@ -250,7 +240,7 @@ def _input(side: fx.Node) -> fx.Node:
 
 def _other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], Said] | None:
     """Both linears of what looks like a gated pair, and why they are left."""
-    functions, sides = list[str](), list[fx.Node]()
+    functions, sides, others = list[str](), list[fx.Node](), set[fx.Node]()
     for argument in root.args:
         waiting, ends, seen, names = [argument], set[fx.Node](), set[fx.Node](), set[str]()
         while waiting and len(ends) < 2:
@@ -271,18 +261,23 @@ def _other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node],
             elif is_apart(node) is not None:
                 ends.add(node)
             else:
-                return None  # something else is multiplied as well
+                others.add(node)
         if len(ends) != 1:
             return None
         sides += ends
         functions.append(named(expressions.of(argument), *ends) or ", ".join(sorted(names)))
     if sides[0] is sides[1] or identity(_input(sides[0])) != identity(_input(sides[1])):
         return None
-    return frozenset(sides), _why(sides, functions)
+    return frozenset(sides), _why(sides, functions, bool(others))
 
 
-def _why(sides: list[fx.Node], functions: list[str]) -> Said:
-    """Why there is no kernel for the product of functions of two linears; "" is no function."""
+def _why(sides: list[fx.Node], functions: list[str], mixed: bool) -> Said:
+    """Why there is no kernel for the product of functions of two linears.
+
+    Args:
+        functions: of each linear; "" is none.
+        mixed: whether they have other operands: a norm, a vector.
+    """
     if any(_of_many(side) for side in sides):
         return Reason.LIMIT(
             "gate and up are batches of products (experts, or an input whose rows are apart in memory), and "
@@ -291,6 +286,11 @@ def _why(sides: list[fx.Node], functions: list[str]) -> Said:
     if not all(product(side) or columns(side) for side in sides):
         return Reason.LAYOUT(
             "gate and up are parts of one linear whose columns are not evenly spaced, such as parts of heads"
+        )
+    if mixed:
+        between = ", ".join(sorted({name for each in functions for name in each.split(", ") if name}))
+        return Reason.ACTIVATION(
+            f"other tensors, or the norm of a row, are between the linears and their product ({between})"
         )
     if all(functions):
         return Reason.ACTIVATION(
@@ -365,4 +365,4 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     for root, (pair, reason) in others.items():
         if not was_erased(root) and pair not in known:
             known.add(pair)
-            yield _without_kernel(root, reason)
+            yield guards.reported(root, reason)

@@ -27,6 +27,7 @@ from ..graph.products import (
     PRODUCTS,
     RESHAPES,
     Product,
+    batched_linear,
     is_pointwise,
     product,
     products_of,
@@ -82,8 +83,8 @@ def _only_between(root: fx.Node, linear: fx.Node) -> bool:
     return all(user in inside for node in inside - {root} for user in node.users)
 
 
-def _linears_before(activations: Sequence[fx.Node]) -> list[Product]:
-    """The products, in graph order, in whose pointwise tails these may be."""
+def _linears_before(activations: Sequence[fx.Node]) -> list[fx.Node]:
+    """The products and batches of them, in graph order, in whose pointwise tails these may be."""
     found, seen, edge = dict[fx.Node, None](), set(activations), list(activations)
     for _ in range(_STEPS + 1):
         sources = [
@@ -92,10 +93,14 @@ def _linears_before(activations: Sequence[fx.Node]) -> list[Product]:
             for argument in node.all_input_nodes
             if tensor(argument) is not None
         ]
-        found.update(dict.fromkeys(source for source in sources if product(source) is not None))
+        found.update(dict.fromkeys(source for source in sources if _is_linear(source)))
         edge = [s for s in dict.fromkeys(sources) if s not in seen and s not in found and is_pointwise(s)]
         seen.update(edge)
-    return [p for node in sorted(found) if (p := product(node)) is not None]
+    return sorted(found)
+
+
+def _is_linear(node: fx.Node) -> bool:
+    return product(node) is not None or batched_linear(node) is not None
 
 
 def _has_nonlinear_tail(node: fx.Node, steps: int = _STEPS) -> bool:
@@ -212,7 +217,11 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     yield from units.candidates(scope.graph)
     nodes = nodes_of(matches)
     expressions, linears = Expressions(), _linears_before([n for n in nodes if n.target in _NONLINEAR])
-    whole = {linear.node: _whole_activation(linear, expressions) for linear in linears}
+    for node in linears:
+        if product(node) is None and _has_nonlinear_tail(node):
+            yield guards.reported(node, guards.BATCH)
+    products = [found for node in linears if (found := product(node)) is not None]
+    whole = {linear.node: _whole_activation(linear, expressions) for linear in products}
     for node, last in whole.items():
         found = product(node)  # anew: its input may be the activation that the last one has replaced
         if found is None:

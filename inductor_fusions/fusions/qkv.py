@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
 from .._inductor import was_erased
@@ -24,6 +25,7 @@ from ..graph.products import (
     PRODUCTS,
     Product,
     additions_behind,
+    batched_linear,
     identity,
     product,
     products_of,
@@ -34,6 +36,10 @@ from ..reasons import Reason
 
 if TYPE_CHECKING:
     from .._inductor import Match
+
+
+#: Linears with frozen weights on an input that is not contiguous.
+BATCH = torch.ops.aten.bmm.default
 
 
 def _sharing(found: Sequence[Product], operand: str) -> list[list[Product]]:
@@ -166,10 +172,16 @@ FUSION = Fusion(
 )
 
 
-@FUSION.group(lambda: PRODUCTS)
+@FUSION.group(lambda: (*PRODUCTS, BATCH))
 def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     """Sums first, since a sum needs no memory for its terms; then what shares a, then what shares b."""
     graph, inside = scope.graph, set[fx.Node]()
+    by_input: dict[Any, list[fx.Node]] = {}
+    for node in nodes_of(matches):
+        batched = batched_linear(node)
+        if batched is not None:
+            by_input.setdefault(identity(batched[0]), []).append(node)
+    yield from (guards.reported(nodes[0], guards.BATCH) for nodes in by_input.values() if len(nodes) > 1)
     for node in reversed(additions_behind(p.node for p in products_of(nodes_of(matches)))):
         found = sum_of_products(node) if node not in inside and not was_erased(node) else None
         if found is not None:

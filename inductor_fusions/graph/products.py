@@ -211,6 +211,21 @@ def _nodes(node: fx.Node) -> list[fx.Node]:
     return [argument for argument in node.args if isinstance(argument, fx.Node)]
 
 
+def batched_linear(node: Any) -> tuple[fx.Node, fx.Node] | None:
+    """The input and the matrix of a linear that is a batch of products, as its input is no view of a matrix.
+
+    A linear with a frozen weight becomes that. None of other nodes.
+    """
+    if not isinstance(node, fx.Node) or node.target is not aten.bmm.default:
+        return None
+    x, expanded = _nodes(node)
+    matrix = expanded.args[0] if expanded.target is aten.expand.default else None
+    if not isinstance(matrix, fx.Node) or value(matrix).dim() != 2:
+        return None
+    samples, rows, _ = value(x).stride()
+    return None if _same(samples, value(x).shape[1] * rows) else (x, matrix)
+
+
 #: Anchors of products: `products_of` finds what Inductor has padded.
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 #: Operations between a term and its sum, beside pointwise ones: Inductor pads the bias of an addmm.

@@ -216,11 +216,21 @@ def with_a_third_factor(x: Any, w: Any, v: Any) -> Any:
     return torch.tanh(x @ w) * ((x @ v) * x.sum())
 
 
-@pytest.mark.parametrize("fn", [gelu_inside, with_a_third_factor], ids=lambda f: f.__name__)
-def test_no_gate_without_a_kernel(fn: Any) -> None:
-    """A part of a gate that is fused; and a product of more than two."""
+def normed(x: Any, w: Any, v: Any) -> Any:
+    return torch.sigmoid(x @ w) * F.layer_norm(x @ v, (128,))
+
+
+def of_another_input(x: Any, w: Any, v: Any) -> Any:
+    return torch.sigmoid(x @ w) * ((x + 1) @ v + x.sum())
+
+
+@pytest.mark.parametrize("fn", [gelu_inside, with_a_third_factor, normed, of_another_input])
+def test_what_is_between_is_told(fn: Any) -> None:
+    """Not of a part of a gate that is fused, and of linears of different inputs."""
     seen = check(fn, (rand(16, 64), rand(64, 128), rand(64, 128)), budget=2.0)
-    assert Reason.ACTIVATION.code not in seen.codes("gated_mlp")
+    told = fn in (with_a_third_factor, normed)
+    assert seen.codes("gated_mlp") == [Reason.ACTIVATION.code] * told
+    assert not told or "other tensors" in seen.reasons("gated_mlp")[0]
     assert seen.fused("gated_mlp") == (fn is gelu_inside)
 
 

@@ -171,6 +171,19 @@ def test_keys_and_values_of_all_decoder_layers() -> None:
     assert max(len(named(call).a) for call in trained.calls(0)) == 3
 
 
+def test_batches_that_are_no_linears_of_an_input() -> None:
+    """Of an input whose samples could be one matrix, and of matrices of their own."""
+
+    def fn(x: Any, w: Any, v: Any, m: Any) -> Any:
+        x = x.transpose(1, 2)
+        matrices = [w.expand(2, 64, 64), v.expand(2, 64, 64)]
+        same = [torch.bmm(torch.relu(x).contiguous(), each) for each in matrices]
+        return same, torch.bmm(x, m), torch.bmm(x, m * 2)
+
+    seen = check(fn, (rand(2, 64, 48), rand(64, 64, grad=False), rand(64, 64, grad=False), rand(2, 64, 64)))
+    assert not seen.reasons("qkv"), seen.reasons("qkv")
+
+
 def test_not_where_it_needs_more_memory() -> None:
     """Results that are small in the end, one after the other, are not all held at once."""
 

@@ -242,6 +242,10 @@ def matrices_of_pairs(x: Any) -> Any:
     return (x[0, :, None] * x[1]).expand(len(LI), -1, -1)
 
 
+def selected(t: Any, features: list[int]) -> Any:
+    return t.index_select(1, torch.tensor(features))
+
+
 OTHERS: dict[str, tuple[Function, str | None]] = {
     "gathered of two": (lambda x, t: (t[:, LI] * (t + 1)[:, LJ]).sum(-1), None),
     "summed over the pairs": (lambda x, t: (t[:, LI] * t[:, LJ]).sum(1), None),
@@ -282,8 +286,23 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "all products of samples": (lambda x, t: products(t).flatten(0, 1), None),
     "matrices of pairs": (
         lambda x, t: (torch.einsum("bpd,pde->bpe", t[:, LI], matrices_of_pairs(x)) * t[:, LJ]).sum((1, 2)),
-        "a matrix of each pair",
+        "through matrices",
     ),
+    "one matrix, element by element": (  # FiBiNET
+        lambda x, t: (t @ (x.t() @ x))[:, LI] * t[:, LJ], "through matrices"
+    ),
+    "a matrix of each pair, by index_select": (
+        lambda x, t: selected(t, LJ) * (selected(t, LI).unsqueeze(2) @ matrices_of_pairs(x)).squeeze(2),
+        "through matrices",
+    ),
+    "one by one, through matrices": (
+        lambda x, t: [nn.functional.linear(t[:, i], (x.t() @ x)) * t[:, 4] for i in range(4)],
+        "through matrices",
+    ),
+    "two through a matrix": (
+        lambda x, t: [nn.functional.linear(t[:, i], (x.t() @ x)) * t[:, 4] for i in range(2)], None
+    ),
+    "matrices, of two": (lambda x, t: (t @ (x.t() @ x))[:, LI] * (t + 1)[:, LJ], None),
     "matrices of pairs, of two": (
         lambda x, t: (torch.einsum("bpd,pde->bpe", t[:, LI], matrices_of_pairs(x)) * (t + 1)[:, LJ]).sum(-1),
         None,

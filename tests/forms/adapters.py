@@ -285,6 +285,26 @@ def wider_between(x: Any, w: Any, a: Any, b: Any, r: Any, t: Any) -> Any:
     return F.linear(x, w) + F.linear(F.linear(F.linear(F.linear(x, a), r), t), b)
 
 
+@form((2, 64, 48), "frozen 128x64", "frozen 8x64", (128, 8), left=(1, 1), reasons=("rows of the input",) * 2)
+def frozen_a_of_channels(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """LoRA-FA on tokens of a convolution."""
+    x = x.transpose(1, 2)
+    return F.linear(x, w) + F.linear(F.linear(x, a), b)
+
+
+@form(X, "frozen 64x64", "frozen 64x64", (24, 64), (64, 8), (64, 16))
+def packed_a_of_two_linears(x: Any, q: Any, k: Any, a: Any, b: Any, c: Any) -> Any:
+    """One narrow product for the adapters of several linears, whose columns are read where they are."""
+    first, second = F.linear(x, a).split([8, 16], dim=-1)
+    return F.linear(x, q) + F.linear(first, b) * 2.0, F.linear(x, k) + F.linear(second, c) * 2.0
+
+
+@form(*LORA, (8, 128))
+def packed_a_behind_an_activation(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
+    first, second = F.linear(x, torch.cat([a, a * 2])).chunk(2, dim=-1)
+    return F.linear(x, w) + F.linear(F.silu(first), b) + second @ c
+
+
 @form(*LORA, left=(0, 0), reasons=("no-matrix", "no-matrix"))
 def convolution_as_b(x: Any, w: Any, a: Any, b: Any) -> Any:
     """loralib's MergedLinear, and litgpt's."""

@@ -188,7 +188,7 @@ def gated_cross(x0: Any, x: Any, w: Any, b: Any, v: Any) -> Any:
     return x0 * F.linear(x, w, b) * torch.sigmoid(F.linear(x, v)) + x
 
 
-@form(X, "frozen 128x64", "frozen 128x64", (48, 1))
+@form(X, "frozen 128x64", "frozen 128x64", (48, 1), reasons=("other tensors", "other tensors"))
 def mask_inside_the_gate(x: Any, w: Any, v: Any, mask: Any) -> Any:
     """The linear is multiplied before the activation: that is no factor of both."""
     return F.silu(F.linear(x, w) * mask) * F.linear(x, v)
@@ -252,6 +252,18 @@ def linears_of_channels(x: Any, w: Any, v: Any, a: Any, b: Any) -> Any:
     """Tokens of a convolution: each linear copies them for itself."""
     x = x.transpose(1, 2)
     return F.silu(F.linear(x, w)) * F.linear(x, v), F.linear(x, v) + F.linear(F.linear(x, a), b)
+
+
+@form((2, 64, 48), "frozen 64x64", "frozen 64x64", left=(0, 0), reasons=("layout", "layout"))
+def frozen_linears_of_channels(x: Any, q: Any, k: Any) -> Any:
+    """Without gradients of the weights, each linear is a batch of products."""
+    x = x.transpose(1, 2)
+    return F.linear(x, q), F.linear(x, k)
+
+
+@form((2, 64, 6, 8), "frozen 128x64", "frozen 128", left=(0, 0), reasons=("layout", "layout"))
+def frozen_linear_of_channels(x: Any, w: Any, c: Any) -> Any:
+    return F.gelu(F.linear(x.flatten(2).transpose(1, 2), w, c))
 
 
 @form((64, 96), (128, 64), (128, 64), left=(0, 0), reasons=("", "used-elsewhere"))

@@ -311,7 +311,7 @@ OTHERS: dict[str, tuple[Function, str]] = {
     "a tensor is added": (lambda logits, labels, weights: causal(logits.tanh() + weights, labels), "loss"),
     "rounded": (lambda logits, labels: causal(logits.bfloat16(), labels), "rounded"),
     "capped twice": (lambda logits, labels: causal(logits.tanh().tanh(), labels), "loss"),
-    "overwritten": (overwritten, "used-elsewhere"),
+    "overwritten": (overwritten, "overwritten"),
     "gradients are off": (without_gradients, ""),
     "another softmax": (of_another_softmax, "loss"),
     "classes that are rows": (classes_that_are_rows, "loss"),

@@ -28,6 +28,7 @@ class Case:
         turned: whether each b is transposed, and each mask.
         dynamic: whether M is symbolic.
         behind: whether something is computed of the result.
+        packed: whether each a is some columns of a wider matrix.
         config: of the kernel.
     """
 
@@ -40,6 +41,7 @@ class Case:
     turned: bool = False
     dynamic: bool = False
     behind: bool = False
+    packed: bool = False
     config: Config = field(default_factory=lambda: Config(16, 32, 4))
 
 
@@ -66,6 +68,7 @@ CASES = {
     "symbolic rows": Case(dynamic=True, masks=(0,)),
     "symbolic rows, base computed": Case(dynamic=True, masks=(0,), base="loop"),
     "something behind it": Case(behind=True, masks=(0,)),
+    "some columns of a packed A": Case(inner=(16, 8), masks=(1,), packed=True),
     "the default tile": Case(rows=70, columns=200, masks=(0,), config=Config(64, 128, 4)),
 }
 #: What is under the masks, and which elements of the result are no numbers then.
@@ -92,7 +95,8 @@ def operands(case: Case) -> tuple[Any, ...]:
     """Base, a, b, scales and masks."""
     wide, thin, _ = case.dtypes
     base = rand(case.rows, case.columns * (2 if case.base == "gaps" else 1), wide, case.base == "t")
-    a = [rand(case.rows, k, thin) for k in case.inner]
+    gap = 8 if case.packed else 0
+    a = [rand(case.rows, k + 2 * gap, thin)[:, gap : gap + k] for k in case.inner]
     b = [rand(k, case.columns, thin, case.turned) for k in case.inner]
     shape = (case.columns, case.rows) if case.turned else (case.rows, case.columns)
     kept = [torch.rand(shape) > 0.3 for _ in case.masks]

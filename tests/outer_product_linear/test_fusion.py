@@ -94,14 +94,46 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
         lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :]).transpose(1, 2).flatten(1), w, b), None,
     ),
     "more rows of one factor": (
-        lambda u, v, w, b: F.linear((u[None, :, :, None] * v[:1, None, None]).flatten(2), w, b), None,
+        lambda u, v, w, b: F.linear((u[None, :, :, None] * v[:1, None, None]).flatten(2), w, b),
+        "different rows",
     ),
     "dims of rows are flattened": (
         lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :]).view(1, ROWS, 1, -1), w, b), None,
     ),
-    "contracted": (lambda u, v, w, b: F.linear(torch.einsum("bi,bj->ij", u, v).flatten()[None], w, b), None),
+    "contracted": (
+        lambda u, v, w, b: F.linear(torch.einsum("bi,bj->ij", u, v).view(1, -1), w, b), "outer-product",
+    ),
+    "mean of outer products": (  # OpenFold, with a norm
+        lambda u, v, w, b: F.linear(
+            torch.einsum("...bac,...dae->...bdce", u[None], v[None]).flatten(-2).double().float() / 5, w, b
+        ), "summed",
+    ),
+    "divided in between": (
+        lambda u, v, w, b: F.linear(torch.einsum("bi,bj->bij", u, v).flatten(1) / 5, w, b), "is between",
+    ),
+    "activated in between": (
+        lambda u, v, w, b: F.linear(torch.einsum("bi,bj->bij", u, v).flatten(1).relu(), w, b), "is between",
+    ),
+    "multiplied in between": (
+        lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :]).flatten(1) * b[:1], w, b), "is between",
+    ),
+    "pairs of rows": (
+        lambda u, v, w, b: F.linear(torch.einsum("bi,cj->bcij", u, v).flatten(-2), w, b), "different rows",
+    ),
+    "pairs of rows by a product": (
+        lambda u, v, w, b: F.linear((v[:, None, None, :] * u[None, :, :, None]).flatten(2), w, b),
+        "different rows",
+    ),
+    "three vectors": (
+        lambda u, v, w, b: F.linear(torch.einsum("bi,bj,bk->bijk", u, v, u[:, :1]).flatten(1), w, b),
+        "more than two",
+    ),
+    "heads of a projection": (
+        lambda u, v, w, b: F.linear(torch.einsum("bi,ipq->bpq", u, w[:P].view(P, P, Q)).view(-1, P * Q), w),
+        None,
+    ),
     "one row of a factor": (
-        lambda u, v, w, b: F.linear(torch.einsum("bi,bj->bij", u[:1], v).flatten(1), w, b), None,
+        lambda u, v, w, b: F.linear(torch.einsum("bi,bj->bij", u[:1], v).flatten(1), w, b), "different rows",
     ),
     "three factors": (
         lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :] * u[:, :, None]).flatten(1), w, b), None,

@@ -338,6 +338,10 @@ REACHED: dict[Reason, Callable[[], list[Site] | None]] = {
         *(rand(rows, 64) for rows in (32, 96, 96)),
     ),
     Reason.PAIRS: lambda: before(lambda t: torch.bmm(t, t.mT).flatten(1), rand(4, 8, 16)),
+    Reason.OUTER_PRODUCT: lambda: before(
+        lambda u, v, w: F.linear(torch.einsum("sbi,scj->bcij", u, v).flatten(2), w),
+        rand(3, 5, 8), rand(3, 6, 4), rand(16, 32),
+    ),
     Reason.GATHERED: gathered_once,
     Reason.LOSS: lambda: before(lambda x, i: F.cross_entropy(x.exp(), i), rand(4, 8), torch.arange(4)),
 }  # fmt: skip

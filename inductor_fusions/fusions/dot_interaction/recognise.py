@@ -31,9 +31,9 @@ FLATTENS = ("flatten", "reshape", "view")
 #: What keeps the values of indices.
 _SAME = frozenset("to long cuda cpu contiguous clone detach".split())
 _WHOLE = slice(None)
-BY_MATRICES = "features are multiplied through a matrix of each pair"
-#: What may be between features and their product with a matrix of each pair.
-_TO_MATRICES = frozenset("matmul bmm einsum squeeze unsqueeze transpose permute".split())
+BY_MATRICES = "features are multiplied through matrices"
+#: What may be between features and their product with a matrix.
+_TO_MATRICES = frozenset("matmul bmm einsum linear squeeze unsqueeze transpose permute".split())
 #: Dense features of more columns are concatenated by others.
 WIDEST_DENSE = 1024
 
@@ -177,12 +177,15 @@ def unread(node: fx.Node) -> str:
         return ""
     source, index = op.input, op["index"]
     if op.name == "sum":
-        if _of_matrices(op):
+        t = _through_matrices(op.input)
+        if t is not None and not any(map(_begins_products, readers(t))):
             return BY_MATRICES
         return "pairs are multiplied one by one" if _begins_loop(node) else ""
     if op.name in ("tril", "triu"):
         rows = all((by := read(user)) is not None and by.name in FLATTENS for user in readers(node))
         return f"all products are read, through {op.name}" if rows and _squared_at(source) else ""
+    if op.name in ("getitem", "index_select") and _begins_products(node):
+        return BY_MATRICES
     if op.name == "masked_select":
         return "pairs are selected by a mask" if _squared_at(source) else ""
     if not isinstance(index, tuple) or len(index) != 2 or index[0] != _WHOLE:
@@ -193,16 +196,17 @@ def unread(node: fx.Node) -> str:
     return ""
 
 
-def _of_matrices(op: Op) -> bool:
-    """Whether a sum is over `(t[:, i] @ m) * t[:, j]`, with a matrix for each pair (FmFM)."""
-    product = read(op.input)
-    if product is None or product.name != "mul":
-        return False
-    sides = product.only("input", "other")
-    for side, other in (sides, sides[::-1]):
-        at = _gathered(other)
+def _through_matrices(product: Any) -> fx.Node | None:
+    """t, where a node is `(t[:, i] @ m) * t[:, j]`: with one matrix, or one for each feature or pair."""
+    op = read(product)
+    if op is None or op.name != "mul":
+        return None
+    for side, other in ((op.input, op["other"]), (op["other"], op.input)):
+        t: fx.Node | None = _source(other)
         products = 0
-        while at is not None and (by := read(side)) is not None and by.name in _TO_MATRICES:
+        while t is not None and isinstance(side, fx.Node) and (by := read(side)) is not None:
+            if by.name not in _TO_MATRICES and _source(side) is None:
+                break
             products += by.name in PRODUCTS
             if by.name == "einsum":
                 try:
@@ -210,11 +214,34 @@ def _of_matrices(op: Op) -> bool:
                 except Rejected:
                     break
             else:
-                side = by.input
-            found = _gathered(side)
-            if products and found is not None and found[0] is at[0]:
-                return True
-    return False
+                side = by.input if _source(side) is None else _source(side)
+            if products and t in (side, _source(side)):
+                return t
+    return None
+
+
+def _source(node: Any) -> fx.Node | None:
+    """The features of which a node is one, or has some."""
+    found = _gathered(node)
+    return _feature(node) if found is None else found[0]
+
+
+def _begins_products(node: fx.Node) -> bool:
+    """Whether a node takes the first features that are multiplied by others through matrices (FiBiNET)."""
+    t = _source(node)
+    if t is None:
+        return False
+    takers = [each for each in readers(t) if _source(each) is t]
+    for parts in [each for each in readers(t) if _source(each) is None]:
+        takers += [each for each in readers(parts) if _source(each) is t]
+
+    def products(taker: fx.Node) -> set[fx.Node]:
+        return {user for user in readers(taker) if _through_matrices(user) is t}
+
+    first = next((each for each in sorted(takers) if products(each)), None)
+    if first is not node:
+        return False
+    return _gathered(node) is not None or len(set[fx.Node]().union(*map(products, takers))) >= 3
 
 
 def _begins_loop(node: fx.Node) -> bool:

@@ -9,6 +9,7 @@ of its own.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from ...decisions import Query, decide_for_all, tables
 from ...effects.derivatives import check_operation
 from ...effects.liveness import readers, replace
 from ...effects.modes import Modes
-from ...effects.writes import check_between, check_kept, may_alias, storage
+from ...effects.writes import check_between, check_kept, effects, may_alias, storage
 from ...fusion import Candidate, Fusion, Reported, Scope
 from ...graph.torch_ops import CASTS, VIEWS, read, reads_metadata
 from ...layouts.keeping import Keeping
@@ -92,6 +93,18 @@ class LossHead(Candidate):
         return found
 
     def guard(self) -> None:
+        self._prove()
+        others = [LossHead(self.graph, site) for site in self._losses_of_other_parts()]
+        # Else stock would compute the logits of all parts, and this part would be computed twice.
+        for other in others:
+            other._prove()
+        if config.policy == "profitable":
+            for other in others:
+                other._measured()
+            self.note = self._measured()
+
+    def _prove(self) -> None:
+        """Refuse what is not proved, but for other readers of the logits."""
         site, modes = self.site, Modes(self.graph)
         operands = [node for node in (site.h, site.w, site.bias, site.labels, site.weights) if node]
         values = [tensor(node) for node in operands]
@@ -113,28 +126,31 @@ class LossHead(Candidate):
             raise Reason.LOSS.rejected(
                 'reduction="none" with both class weights and label smoothing is not supported'
             )
-        self._check_readers()
         replayed = [x for node in site.replayed for x in node.all_input_nodes]
-        held = [site.h, site.w, *site.path, *replayed]
-        check_between(site.path, site.loss, "the linear and the loss", modes, read=held)
+        held = [x for x in (site.h, site.w, *site.path, *replayed) if tensor(x) is not None]
+        known = [node for node in effects(self.graph) if node not in site.path]  # scales are written in place
+        check_between(site.path, site.loss, "the linear and the loss", modes, known, held)
         for later in (site.bias, site.labels):  # the graph may make them behind the linear
             if later is not None:
                 since = [node for node in (*site.path, site.loss) if node >= _first_reader(site, later)]
-                check_between(since, site.loss, "the linear and the loss", modes, read=[later])
+                check_between(since, site.loss, "the linear and the loss", modes, known, [later])
         if not self.in_one_pass and self.trains:
             check_kept(operands, site.loss)
         check_operation([*site.path, site.loss])
-        if config.policy == "profitable":
-            self.note = self._measured()
 
-    def _check_readers(self) -> None:
-        """Refuse where logits are read by something else than the loss."""
-        path = {*self.site.path, self.site.loss}
+    def _losses_of_other_parts(self) -> list[Site]:
+        """The losses that read other parts of the logits: other classes, or other rows.
+
+        Raises:
+            Rejected: something else reads the logits, or a loss that reads the same ones.
+        """
         may_detach = config.returned_logits == "detached" and self.trains and self.in_one_pass
         replayed = map(read, self.site.replayed)
         may_detach = may_detach and all(op is not None and op.name in VIEWS for op in replayed)
-        for node in self.site.path:
-            others = [user for user in readers(node) if user not in path and not reads_metadata(user, node)]
+        may_detach = may_detach and not self.site.overwrites
+        sites, nodes, waiting = [self.site], {*self.site.path, self.site.loss}, list(self.site.path)
+        for node in waiting:
+            others = [user for user in readers(node) if user not in nodes and not reads_metadata(user, node)]
             others = [_behind_a_cast(user) for user in others]
             if may_detach and others and all(user.op == "output" for user in others):
                 self.returns = True
@@ -145,10 +161,26 @@ class LossHead(Candidate):
                     "return only the loss: torch.compile(lambda *args: model(*args).loss). If the logits "
                     "need no gradient: INDUCTOR_FUSIONS_RETURNED_LOGITS=detached",
                 )
-            if others:
-                raise Reason.USED_ELSEWHERE.rejected(
-                    f"the logits are also read by {others[0].name}", "let only the loss read the logits"
-                )
+            for other in others:
+                found = [] if other in nodes else recognise.behind(other)[0]
+                for each in found:
+                    if isinstance(each, Site) and each.loss not in nodes:
+                        sites.append(each)
+                        nodes |= {*each.path, each.loss}
+                        waiting += each.path
+                if other not in nodes:
+                    raise Reason.USED_ELSEWHERE.rejected(
+                        f"the logits are also read by {other.name}", "let only the loss read the logits"
+                    )
+        pairs = itertools.combinations(sites, 2)
+        if not all(recognise.are_apart(*pair) for pair in pairs):
+            raise Reason.USED_ELSEWHERE.rejected(
+                f"some logits are also read by another loss, {sites[1].loss.name}",
+                "let one loss alone read each logit",
+            )
+        if len(sites) > 1 and any(each.overwrites for each in sites):
+            raise Reason.OVERWRITTEN.rejected("the logits of several losses are written in place")
+        return sites[1:]
 
     def _measured(self) -> str:
         """A note from the table of the device.
@@ -159,22 +191,26 @@ class LossHead(Candidate):
         site, logits, (wants_h, wants_w, _) = self.site, self._logits, self.wants
         h, w = tensor(site.h), tensor(site.w)
         assert h is not None and w is not None
-        rows, size = logits.numel() // w.shape[0 if site.by_rows else 1], hint(logits.numel())
-        if size * logits.itemsize < SMALL:
+        classes = int(logits.shape[-1]) if site.columns is None else site.columns[1]
+        labels = tensor(site.labels)
+        assert labels is not None
+        rows = labels.numel()  # of this loss alone, if others read other rows
+        if hint(logits.numel()) * logits.itemsize < SMALL:
             raise Reason.NOT_FASTER.left_to_stock("the logits are small, so fusing would save little memory")
         if self.trains and is_body_of_dynamo(self.graph):
             raise Reason.NOT_FASTER.left_to_stock(
                 "the loss is in a nested graph, such as a checkpoint, which may run again for the backward"
             )
-        kept = (hint(h.numel()) if wants_h else 0) + (w.numel() if wants_w else 0)
-        if self.trains and self.in_one_pass and kept > size:
+        own = classes * w.numel() // logits.shape[-1]
+        kept = (hint(rows) * h.shape[-1] if wants_h else 0) + (own if wants_w else 0)
+        if self.trains and self.in_one_pass and kept > hint(rows) * classes:
             raise Reason.MEMORY.left_to_stock(
                 "the gradients that the fused forward saves are larger than the logits",
                 "compute one loss of all tokens instead of several losses",
             )
         wanted = {
             "dtype": tables.dtype_name(logits.dtype), "train": self.trains, "frozen": not wants_w,
-            "reduced": self.in_one_pass, "width": int(h.shape[-1]), "classes": int(logits.shape[-1]),
+            "reduced": self.in_one_pass, "width": int(h.shape[-1]), "classes": classes,
         }  # fmt: skip
         tokens = tokens_of(rows)
         if tokens is None:

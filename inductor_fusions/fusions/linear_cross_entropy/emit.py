@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import fx
 
 from ...graph.builder import Builder
+from ...graph.torch_ops import VIEWS, read
 from ...operands import tensor
 from .op import LINEAR_CROSS_ENTROPY, SOFTMAX_ROWS
 from .recognise import Site
@@ -92,10 +94,8 @@ def _operands(build: Builder, site: Site) -> tuple[fx.Node, fx.Node, fx.Node | N
     logits = tensor(site.linear)
     assert logits is not None
     h, w = site.h, site.w
-    places = {site.linear: h}
     for node in site.replayed:
-        h = _replayed(build, node, h)
-        places[node] = h
+        h = _replayed(build, site, node, h)
     if build.value(h).dim() != 2:
         h = build.call("reshape", h, (-1, build.value(h).shape[-1]))
     if not site.by_rows:
@@ -115,17 +115,30 @@ def _operands(build: Builder, site: Site) -> tuple[fx.Node, fx.Node, fx.Node | N
     return build.to(h, logits.dtype), build.to(w, logits.dtype), bias
 
 
-def _replayed(build: Builder, node: fx.Node, h: fx.Node) -> fx.Node:
-    """Apply to h an operation that takes or reorders rows of the logits."""
-    from ...graph.torch_ops import VIEWS, read
+def _replayed(build: Builder, site: Site, node: fx.Node, h: fx.Node) -> fx.Node:
+    """Apply to h an operation that takes or reorders rows of the logits.
 
-    op, after = read(node), tensor(node)
-    assert op is not None and after is not None
+    h has one head where the logits have several.
+    """
+    op, after, head = read(node), tensor(node), site.head
+    assert op is not None
+    if head is not None and node is head.opened:
+        if op.name == "stack":
+            return build.call("unsqueeze", h, op["dim"] or 0)
+        assert after is not None
+        return build.call("reshape", h, (*after.shape[:-2], 1, build.value(h).shape[-1]))
     if op.name in VIEWS:
+        assert after is not None
         return build.call("reshape", h, (*after.shape[:-1], build.value(h).shape[-1]))
-    kwargs = {name: h if value is op.input else value for name, value in node.kwargs.items()}
+    if head is not None and node is head.taken:
+        if op.name == "select":
+            return build.call("select", h, op["dim"], 0)
+        index = op["index"]
+        first = 0 if head.place is None else tuple(0 if i == head.place else x for i, x in enumerate(index))
+        return build.call(operator.getitem, h, first)
+    kwargs = {name: h if name in ("input", "self") else value for name, value in node.kwargs.items()}
     target: Any = node.target
-    return build.call(target, *(h if value is op.input else value for value in node.args), **kwargs)
+    return build.call(target, *(h if i == 0 else value for i, value in enumerate(node.args)), **kwargs)
 
 
 def _labels(build: Builder, site: Site) -> fx.Node:

@@ -17,11 +17,11 @@ from torch import fx
 from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
-from ...graph.torch_ops import CASTS, COPIES, VIEWS, Op, permutation, read, spellings
+from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, permutation, read, spellings
 from ...operands import holds, tensor
 from ...reasons import Reason
 from . import log_probabilities
-from .logits import SELECTS, Logits, is_as_wide, keeps_classes, walk
+from .logits import SELECTS, Logits, is_as_wide, part_of, rows_of, walk
 
 #: What a loss is looked for by, beside log-probabilities.
 _LOSSES = ("cross_entropy", "nll_loss")
@@ -29,9 +29,10 @@ _REDUCTIONS: dict[Any, str] = {0: "none", 1: "mean", 2: "sum"}
 #: The operations of hand-written losses.
 _SOFTMAXES = ("log_softmax", "logsumexp")
 #: What may stand between logits and a loss.
-_PASSED = frozenset(
-    {"mul", "div", "add", "sub", "tanh", "getitem", "squeeze", "unsqueeze", "stack", "unbind"}
-)
+_PASSED = (
+    frozenset("mul div add sub tanh sigmoid getitem stack unbind split split_with_sizes chunk gather".split())
+    | VIEWS | COPIES | CASTS | SELECTS | TRANSPOSES | {*_SOFTMAXES}
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,20 +91,9 @@ def written_out(node: fx.Node) -> Unread | None:
         return None
     h, w = tensor(found.h), tensor(found.w)
     assert h is not None and w is not None
-    seen, waiting = {found.linear}, [found.linear]
-    ends = dict[str, None]()
-    while waiting:
-        for user in readers(waiting.pop()):
-            op = read(user)
-            if user in seen or op is None:
-                continue
-            seen.add(user)
-            if site(user) is not None:
-                return None  # which is a site of its own
-            if op.name in _PASSED | VIEWS | COPIES | CASTS | SELECTS | {*_SOFTMAXES, "gather"}:
-                waiting.append(user)
-            else:
-                ends[op.name] = None
+    losses, ends = behind(found.linear)
+    if losses:
+        return None  # which are sites of their own
     # A few classes are those of a router or a classifier, whose logits are small.
     if not ends or not known_true(w.numel() >= h.shape[-1] ** 2):
         return None
@@ -115,6 +105,92 @@ def written_out(node: fx.Node) -> Unread | None:
             "row are fused"
         ),
     )
+
+
+def behind(logits: fx.Node) -> tuple[list[Site | Unread], dict[str, None]]:
+    """The losses that read some logits, and the names of the operations that do something else with them."""
+    found = list[Site | Unread]()
+    seen, waiting, ends = {logits}, [logits], dict[str, None]()
+    while waiting:
+        node = waiting.pop()
+        loss = site(node)
+        if loss is not None:
+            found.append(loss)
+            continue
+        op = read(node)
+        if node is not logits and (op is None or not (op.name in _PASSED or part_of(op) is not None)):
+            ends[node.name if op is None else op.name] = None
+            continue
+        new = [user for user in readers(node) if user not in seen and read(user) is not None]
+        seen.update(new)
+        waiting += new
+    return found, ends
+
+
+def are_apart(first: Site, second: Site) -> bool:
+    """Whether two losses read no logit of one linear both."""
+    if first.linear is not second.linear:
+        return True
+    if first.columns is not None and second.columns is not None:
+        (a, count), (b, other) = first.columns, second.columns
+        if a + count <= b or b + other <= a:
+            return True
+    for one, two in zip((*first.path, first.loss), (*second.path, second.loss), strict=False):
+        if one is not two:
+            return _take_other_rows(one, two)
+    return False
+
+
+def _take_other_rows(first: fx.Node, second: fx.Node) -> bool:
+    """Whether two nodes take rows of a tensor that no other of them takes."""
+    one, two = read(first), read(second)
+    if one is None or two is None or one.input is not two.input:
+        return False
+    parts = part_of(one), part_of(two)
+    if parts[0] is not None and parts[1] is not None:
+        return parts[0].number != parts[1].number
+    mine, theirs = _ranges(one), _ranges(two)
+    for dim in mine.keys() & theirs.keys():
+        (a, end), (b, last) = mine[dim], theirs[dim]
+        if (end is not None and end == b) or (last is not None and last == a):
+            return True
+        numbers = [a, end, b, last]
+        if all(type(n) is int and n >= 0 for n in numbers) and (end <= b or last <= a):
+            return True
+    return False
+
+
+def _ranges(op: Op) -> dict[int, tuple[Any, Any]]:
+    """The first element that an operation takes of each dim that is not whole, and the end."""
+    value = tensor(op.input)
+    if value is None:
+        return {}
+    if op.name in ("select", "narrow", "slice") and type(op["dim"]) is int:
+        dim = op["dim"] % value.dim()
+        if op.name == "select":
+            index: Any = op["index"]
+        else:
+            start = op["start"] or 0
+            index = slice(start, start + op["length"] if op.name == "narrow" else op["end"])
+        taken = {dim: index}
+    elif op.name == "getitem":
+        given = op["index"]
+        parts = list(given) if isinstance(given, tuple) else [given]
+        at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
+        taken = {i: part for i, part in enumerate(parts[:at])}
+        taken |= {value.dim() - i: part for i, part in enumerate(reversed(parts[at + 1 :]), 1)}
+    else:
+        return {}
+    found = dict[int, tuple[Any, Any]]()
+    for dim, part in taken.items():
+        size = value.shape[dim]
+        if type(part) is int:
+            found[dim] = (part, part + 1 if part != -1 else None)
+        elif isinstance(part, slice) and part != slice(None):
+            first, last = part.start, part.stop
+            plain = type(size) is int and all(x is None or type(x) is int for x in (first, last))
+            found[dim] = slice(first, last).indices(size)[:2] if plain else (first or 0, last)
+    return found
 
 
 def spelled() -> list[Any]:
@@ -192,12 +268,14 @@ def _log_softmax(node: fx.Node, last: bool, path: list[fx.Node], replayed: list[
         Rejected: it is none.
     """
     while (op := read(node)) is not None and op.name != "log_softmax" and isinstance(op.input, fx.Node):
-        if last and not op.inplace and keeps_classes(op):
-            replayed.append(node)
-        elif op.name not in COPIES | CASTS or not is_as_wide(op):
-            break
-        path.append(node)
-        node = op.input
+        rows = rows_of(op) if last else None
+        if rows is None:
+            if op.name not in COPIES | CASTS or not is_as_wide(op):
+                break
+            rows = op.input, []
+        node, taken = rows
+        replayed += taken
+        path += taken or [op.node]
     if op is None or op.name != "log_softmax":
         raise Reason.LOSS.rejected("the input of the loss is not a log_softmax")
     logits, dim, dtype = op.only("input", "dim", "dtype")

@@ -412,7 +412,7 @@ def check_adapter(a: Adapter, dtype: torch.dtype) -> None:
     if a.factor is not None and dtype == torch.float16:
         reason = "a float16 adapter is multiplied by a tensor: x @ A may overflow where the result does not"
         raise Reason.RANGE.left_to_stock(reason)
-    if a.middle is not None and not is_row_major(value(a.middle)):
-        raise Reason.LAYOUT.rejected("the input of B is not contiguous, such as some columns of a packed A")
+    if a.middle is not None and not is_row_major(value(a.middle)) and value(a.middle).dtype == dtype:
+        guards.check_layout(value(a.middle))  # some columns of a packed A, read where they are
     if 1 not in value(a.down.a).stride():
         raise Reason.LAYOUT.rejected("an input has no dim of stride 1")

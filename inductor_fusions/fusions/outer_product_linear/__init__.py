@@ -17,7 +17,7 @@ from ...decisions import Query, decide, tables
 from ...effects.liveness import readers, replace
 from ...effects.scope import DynamoScope
 from ...effects.writes import storage
-from ...fusion import Candidate, Fusion
+from ...fusion import Candidate, Fusion, Reported
 from ...graph.builder import Builder
 from ...graph.torch_ops import spellings
 from ...layouts.keeping import Keeping
@@ -150,5 +150,10 @@ FUSION = Fusion(
 @FUSION.anchor(lambda: spellings("linear", "matmul", "addmm"))
 def read(scope: DynamoScope, match: Match) -> Candidate | None:
     """A linear on a flattened outer product."""
-    site = recognise.site(match.output_node())
-    return OuterProductLinear(scope, site) if site is not None else None
+    node = match.output_node()
+    site = recognise.site(node)
+    if site is not None:
+        return OuterProductLinear(scope, site)
+    how = recognise.unread(node)
+    details = {"result": text(tensor(node))}
+    return Reported(node, Reason.OUTER_PRODUCT.rejected(how), details) if how else None

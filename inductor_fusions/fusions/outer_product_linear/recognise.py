@@ -8,17 +8,22 @@ keep the order of elements, so that the shapes determine what they compute.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..._inductor import known_true
 from ...fusion import Rejected
 from ...graph.einsum import equation
-from ...graph.torch_ops import VIEWS, Op, linear_of, read
+from ...graph.torch_ops import CASTS, VIEWS, Op, linear_of, read
 from ...operands import same_shape, tensor
 
+OTHER_ROWS = "the factors have different rows, such as all pairs of the rows of two tensors"
+_POINTWISE = frozenset("mul div relu tanh sigmoid dropout".split())
+BETWEEN = "another operation is between the outer product and the linear"
 #: Views that keep the elements in their order. `getitem` is one where it only adds dims.
 _VIEWS = VIEWS | {"contiguous"}
 
@@ -58,6 +63,56 @@ def site(node: fx.Node) -> Site | None:
         return None
     u, v, chain = outer
     return Site(node, u, v, w, by_rows, bias, chain)
+
+
+def unread(node: fx.Node) -> str:
+    """Which other products of several tensors a linear reads, as a flattened row; else ""."""
+    found = linear_of(node)
+    x: Any = None if found is None else found[0]
+    flat = tensor(x)
+    while flat is not None and (op := read(x)) is not None and not op.inplace:
+        made = tensor(x)
+        if made is not None and op.name in ("einsum", "mul"):
+            how = _of_other_factors(op, made, flat.shape[-1])
+            if how:
+                return how
+        if op.name not in _VIEWS | CASTS | _POINTWISE:
+            break
+        x = op.input
+    return ""
+
+
+def _of_other_factors(op: Op, made: torch.Tensor, width: Any) -> str:
+    """How the row of products of `width` elements is computed; "" if it is none."""
+    if op.name == "mul":
+        parts = [tensor(side) for side in (op.input, op["other"])]
+        shapes = [part.shape for part in parts if part is not None and part.dim() == made.dim()]
+        if len(shapes) != 2 or made.dim() < 3 or not known_true(made.shape[-2] * made.shape[-1] == width):
+            return ""
+        p, q = made.shape[-2:]
+        ends = {tuple(map(str, shape[-2:])) for shape in shapes}
+        crossed = ends == {(str(p), "1"), ("1", str(q))} and "1" not in (str(p), str(q))
+        if not crossed:
+            return ""
+        return BETWEEN if same_shape(shapes[0][:-2], shapes[1][:-2]) else OTHER_ROWS
+    text = op["equation"]
+    if not isinstance(text, str) or "->" not in text:
+        return ""
+    inputs, _, result = text.replace(" ", "").partition("->")
+    factors = inputs.split(",")
+    own = [[i for i, factor in enumerate(factors) if letter in factor] for letter in result[-len(factors) :]]
+    if len(factors) < 2 or sorted(own) != [[i] for i in range(len(factors))]:
+        return ""
+    if not known_true(math.prod(made.shape[-len(factors) :]) == width):
+        return ""
+    if len(factors) > 2:
+        return "the linear reads products of more than two tensors"
+    if set(inputs) - set(result) - {","}:
+        return "outer products are summed before the linear, as in an outer product mean"
+    shapes = [held.shape for side in op.rest if (held := tensor(side)) is not None]
+    rows = {factor.replace(result[-1], "").replace(result[-2], "") for factor in factors}
+    same = len(rows) == 1 and len(shapes) == 2 and same_shape(shapes[0][:-1], shapes[1][:-1])
+    return BETWEEN if same else OTHER_ROWS
 
 
 def _outer(x: fx.Node) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:

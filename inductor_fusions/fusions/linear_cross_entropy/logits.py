@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import known_true, value_of
+from ..._inductor import known_true
 from ...fusion import Rejected
 from ...graph.einsum import equation
-from ...graph.torch_ops import CASTS, COPIES, VIEWS, Op, linear_of, permutation, read
+from ...graph.torch_ops import CASTS, COPIES, Op, linear_of, read
 from ...operands import holds, tensor
 from ...reasons import Reason
+from .parts import Head, one_head, part_of, rows_of
 
-#: Take some rows, or one, of a dim.
-SELECTS = frozenset({"select", "narrow", "slice", "index_select"})
 #: A larger number that is added to logits rounds their digits away, which a softmax sees.
 LARGEST_SHIFT = 1e4
 
@@ -73,23 +72,6 @@ class Logits:
     def overwrites(self) -> bool:
         """Whether something in between writes in place."""
         return any(op is not None and op.inplace for op in map(read, self.path))
-
-
-@dataclass(frozen=True)
-class Head:
-    """One of several heads, whose number is a dim in front of the classes for some steps.
-
-    Attributes:
-        opened: the view, or the stack, that makes the dim.
-        taken: the node behind which the dim is gone.
-        place: which part of the index of `taken` is the number of the head; None: all of it.
-        number: of the head.
-    """
-
-    opened: fx.Node
-    taken: fx.Node
-    place: int | None
-    number: int
 
 
 def walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> Logits:
@@ -142,7 +124,7 @@ def walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> Logits:
             node = part.call
         elif columns is None and (columns := _some_classes(op)) is not None:
             pass
-        elif head is None and (head := _one_head(op, replayed[::-1])) is not None:
+        elif head is None and (head := one_head(op, replayed[::-1])) is not None:
             replayed.append(node)
             if op.name == "stack":
                 source = op["tensors"][head.number]
@@ -260,190 +242,6 @@ def _scaled(op: Op) -> tuple[Any, float]:
     if op.name == "div" and not second:
         raise Reason.RANGE.rejected("the logits are divided by 0")
     return first, float(second if op.name == "mul" else 1 / second)
-
-
-def keeps_classes(op: Op) -> bool:
-    """Whether an operation takes and orders rows alone, and would do the same to other classes.
-
-    A view of all leading dims keeps the last one in its place.
-    """
-    before, after = tensor(op.input), tensor(op.node)
-    if before is None or after is None or before.dim() < 1 or after.dim() < 1:
-        return False
-    if not known_true(before.shape[-1] == after.shape[-1]) or before.dtype != after.dtype:
-        return False
-    last = before.dim() - 1
-    if op.name in VIEWS:
-        return True
-    if (dims := permutation(op)) is not None:
-        return dims[-1] == last
-    if op.name in SELECTS:
-        return isinstance(op["dim"], int) and op["dim"] % before.dim() != last
-    return op.name == "getitem" and _indexes_rows(op["index"], last)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One of the parts that an operation such as `split` takes a tensor apart into.
-
-    Attributes:
-        call: the operation, which returns all parts.
-        source: what it takes apart.
-        dim: along which dim.
-        start, count: the first element of the part along the dim, and how many; of `unbind`, one.
-        number: of the part.
-    """
-
-    call: fx.Node
-    source: fx.Node
-    dim: int
-    start: Any
-    count: Any
-    number: int
-
-
-def part_of(op: Op) -> Part | None:
-    """The part that an operation takes of `split`, `chunk`, `unbind` and the like; None of others."""
-    call, number = op.input, op["index"]
-    by = read(call) if op.name == "getitem" and type(number) is int else None
-    source: Any = by.node.args[0] if by is not None and by.node.args else None
-    before, after, parts = tensor(source), tensor(op.node), None if by is None else value_of(by.node)
-    if by is None or before is None or after is None or not isinstance(parts, (list, tuple)):
-        return None
-    number %= len(parts)
-    if by.name == "unbind":
-        dim = 0 if by["dim"] is None else by["dim"]
-        return Part(call, source, dim % before.dim(), number, 1, number) if type(dim) is int else None
-    if "split" not in by.name and by.name != "chunk":
-        return None
-    sizes = enumerate(zip(before.shape, after.shape, strict=False))
-    others = [dim for dim, (whole, own) in sizes if not known_true(whole == own)]
-    if len(others) != 1 or before.dim() != after.dim():
-        return None
-    (dim,) = others
-    return Part(call, source, dim, sum(part.shape[dim] for part in parts[:number]), after.shape[dim], number)
-
-
-def rows_of(op: Op) -> tuple[fx.Node, list[fx.Node]] | None:
-    """What an operation takes and orders rows of, and the nodes that do it, the last one first."""
-    if op.inplace:
-        return None
-    if keeps_classes(op):
-        return op.input, [op.node]
-    part = part_of(op)
-    before = None if part is None else tensor(part.source)
-    if part is None or before is None or part.dim == before.dim() - 1:
-        return None
-    return part.source, [op.node, part.call]
-
-
-def _one_head(op: Op, behind: list[fx.Node]) -> Head | None:
-    """The head that is taken from what an operation makes: a view of the classes, or a stack of linears.
-
-    Args:
-        behind: the nodes behind it that take and order rows, in order.
-
-    Raises:
-        Rejected: several heads are read.
-    """
-    before, after = tensor(op.input), tensor(op.node)
-    if after is None or after.dim() < 2:
-        return None
-    if op.name == "stack":
-        parts, given = op.only("tensors", "dim")
-        dim = 0 if given is None else given
-        if not isinstance(parts, (list, tuple)) or type(dim) is not int:
-            return None
-        dim %= after.dim()
-    else:
-        dim = after.dim() - 2
-        heads, classes = after.shape[-2:]
-        if op.name not in VIEWS or before is None or type(heads) is not int or type(classes) is not int:
-            return None
-        if not known_true(before.shape[-1] == heads * classes):
-            return None
-    if dim == after.dim() - 1:
-        return None
-    count = after.shape[dim]
-    for node in behind:
-        step = read(node)
-        found = None if step is None or type(count) is not int else _at(step, dim)
-        if found is None:
-            break
-        dim, place, number = found
-        if number is not None:
-            return Head(op.node, node, place, number % count)
-    raise Reason.LOSS.rejected(
-        f"{op.name} gives the logits of several heads, and the loss reads more than one of them",
-        "compute one loss for each head, of logits[:, :, k]",
-    )
-
-
-def _at(op: Op, dim: int) -> tuple[int, int | None, int | None] | None:
-    """Where a dim is behind an operation on rows; or which number of it is taken, and its place in an index.
-
-    None: some of the dim is taken, or it is viewed together with others.
-    """
-    source = tensor(op.input)
-    if source is None:  # the call that takes rows apart, or one of its parts
-        part = part_of(op)
-        if part is None:
-            return None
-        behind = tensor(op.node)
-        whole = tensor(part.source)
-        if behind is None or whole is None:
-            return None
-        if behind.dim() == whole.dim():
-            return None if part.dim == dim else (dim, None, None)
-        return (dim, None, part.number) if part.dim == dim else (dim - (part.dim < dim), None, None)
-    if isinstance(value_of(op.node), (list, tuple)):
-        return dim, None, None
-    if (dims := permutation(op)) is not None:
-        return dims.index(dim), None, None
-    if op.name in SELECTS:
-        own = op["dim"] % source.dim()
-        if op.name != "select":
-            return None if own == dim else (dim, None, None)
-        number = op["index"]
-        if own != dim:
-            return dim - (own < dim), None, None
-        return (dim, None, number) if type(number) is int else None
-    if op.name != "getitem":
-        return None
-    index = op["index"]
-    parts = list(index) if isinstance(index, tuple) else [index]
-    if any(tensor(part) is not None for part in parts):
-        return None
-    spare = source.dim() - len(parts) + (Ellipsis in parts)
-    if Ellipsis in parts:
-        at = parts.index(Ellipsis)
-        places = [*range(at), *[None] * spare, *range(at + 1, len(parts))]
-    else:
-        places = [*range(len(parts)), *[None] * spare]
-    place = places[dim]
-    own = slice(None) if place is None else parts[place]
-    if type(own) is int:
-        return dim, (place if isinstance(index, tuple) else None), own
-    numbers = sum(each is not None and type(parts[each]) is int for each in places[:dim])
-    return (dim - numbers, None, None) if own == slice(None) else None
-
-
-def _indexes_rows(index: Any, last: int) -> bool:
-    """Whether an index leaves the last dim whole: slices and numbers, or a tensor, of leading dims alone."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    held = [value for part in parts if (value := tensor(part)) is not None]
-    if len(held) == 1 and held[0].dtype in (torch.int64, torch.int32):
-        parts = [slice(None, 0) if tensor(part) is not None else part for part in parts]
-        if not all(part is Ellipsis or isinstance(part, slice) for part in parts):
-            return False
-    if not all(part is Ellipsis or isinstance(part, (slice, int)) for part in parts):
-        return False
-    if any(isinstance(part, bool) for part in parts) or parts.count(Ellipsis) > 1:
-        return False
-    if Ellipsis in parts:
-        behind = parts[parts.index(Ellipsis) + 1 :]
-        return not behind or behind[-1] == slice(None)
-    return len(parts) <= last or parts[last] == slice(None)
 
 
 def _of_einsum(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, None] | None:

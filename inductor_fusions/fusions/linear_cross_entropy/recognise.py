@@ -21,7 +21,8 @@ from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, permutation
 from ...operands import holds, tensor
 from ...reasons import Reason
 from . import log_probabilities
-from .logits import SELECTS, Logits, is_as_wide, part_of, rows_of, walk
+from .logits import Logits, is_as_wide, walk
+from .parts import SELECTS, part_of, rows_of, take_other_rows
 
 #: What a loss is looked for by, beside log-probabilities.
 _LOSSES = ("cross_entropy", "nll_loss")
@@ -137,60 +138,8 @@ def are_apart(first: Site, second: Site) -> bool:
             return True
     for one, two in zip((*first.path, first.loss), (*second.path, second.loss), strict=False):
         if one is not two:
-            return _take_other_rows(one, two)
+            return take_other_rows(one, two)
     return False
-
-
-def _take_other_rows(first: fx.Node, second: fx.Node) -> bool:
-    """Whether two nodes take rows of a tensor that no other of them takes."""
-    one, two = read(first), read(second)
-    if one is None or two is None or one.input is not two.input:
-        return False
-    parts = part_of(one), part_of(two)
-    if parts[0] is not None and parts[1] is not None:
-        return parts[0].number != parts[1].number
-    mine, theirs = _ranges(one), _ranges(two)
-    for dim in mine.keys() & theirs.keys():
-        (a, end), (b, last) = mine[dim], theirs[dim]
-        if (end is not None and end == b) or (last is not None and last == a):
-            return True
-        numbers = [a, end, b, last]
-        if all(type(n) is int and n >= 0 for n in numbers) and (end <= b or last <= a):
-            return True
-    return False
-
-
-def _ranges(op: Op) -> dict[int, tuple[Any, Any]]:
-    """The first element that an operation takes of each dim that is not whole, and the end."""
-    value = tensor(op.input)
-    if value is None:
-        return {}
-    if op.name in ("select", "narrow", "slice") and type(op["dim"]) is int:
-        dim = op["dim"] % value.dim()
-        if op.name == "select":
-            index: Any = op["index"]
-        else:
-            start = op["start"] or 0
-            index = slice(start, start + op["length"] if op.name == "narrow" else op["end"])
-        taken = {dim: index}
-    elif op.name == "getitem":
-        given = op["index"]
-        parts = list(given) if isinstance(given, tuple) else [given]
-        at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
-        taken = {i: part for i, part in enumerate(parts[:at])}
-        taken |= {value.dim() - i: part for i, part in enumerate(reversed(parts[at + 1 :]), 1)}
-    else:
-        return {}
-    found = dict[int, tuple[Any, Any]]()
-    for dim, part in taken.items():
-        size = value.shape[dim]
-        if type(part) is int:
-            found[dim] = (part, part + 1 if part != -1 else None)
-        elif isinstance(part, slice) and part != slice(None):
-            first, last = part.start, part.stop
-            plain = type(size) is int and all(x is None or type(x) is int for x in (first, last))
-            found[dim] = slice(first, last).indices(size)[:2] if plain else (first or 0, last)
-    return found
 
 
 def spelled() -> list[Any]:

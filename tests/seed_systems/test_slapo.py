@@ -44,7 +44,7 @@ def test_S1_toggle_of_each_fusion() -> None:
             q, k, v = self.qkv(x)
             return q, k, v, self.mlp(q), F.gelu(self.up(torch.tanh(q)))
 
-    model, x = Layer().bfloat16(), support.rand(16, 64)
+    model, x = Layer().bfloat16(), support.rand(32, 64)
     names = ("qkv", "gated_mlp", "linear_epilogue")
     for off in ("", *names):
         with config.patch({off: False} if off else {"enabled": True}):

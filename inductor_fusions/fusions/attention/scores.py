@@ -254,7 +254,8 @@ class Upwards(Walk):
             hides = scores is op["other"]
             return self._filled(op, scores, op["condition"], other, hides, at, factor, scalers)
 
-        return self.either(op, [(op.input, op["other"]), (op["other"], op.input)], try_side)
+        sides = [(op.input, op["other"]), (op["other"], op.input)]
+        return self.either(op, [pair for pair in sides if self.number(pair[0]) is None], try_side)
 
     def _masked_fill(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
         return self._filled(op, op.input, op["mask"], op["value"], True, at, factor, scalers)

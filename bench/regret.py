@@ -2,9 +2,9 @@
 
     python -m bench.regret --json bench/results/regret_tables.json
 
-Left out are each width in turn, in every section (of attention each shape), and each GPU: its problems are
-decided from the rows of other GPUs, and judged by its own. Of each row: is a kernel chosen, and what does it
-gain? No device is needed.
+Left out are each width in turn, in every section (of attention each shape), and each GPU: its problems, of
+kinds that other GPUs have rows of, are decided from those rows and judged by its own. Of each row: is a
+kernel chosen, and what does it gain? No device is needed.
 """
 
 from __future__ import annotations
@@ -108,13 +108,13 @@ def widths_left_out(table: Table, name: str) -> dict[str, Loss]:
 
 
 def devices_left_out(found: dict[str, Table], name: str) -> dict[str, Loss]:
-    """Of each section that other GPUs have rows of, every row of this one, decided from those."""
+    """Every row of this GPU that other GPUs have comparable rows of, decided from those."""
     losses: dict[str, Loss] = {}
     others = {each: table for each, table in found.items() if each not in (name, "cpu")}
     for section in WIDTHS:
-        rows = [row for row in found[name].get(section, ()) if gains(section, row)]
-        if not any(table.get(section) for table in others.values()):
-            continue
+        same = SECTIONS[section].same
+        kinds = {same(row) for table in others.values() for row in table.get(section, ())}
+        rows = [row for row in found[name].get(section, ()) if gains(section, row) and same(row) in kinds]
         own = Table({key: value for key, value in found[name].items() if key != section})
         with only({**others, name: own}, name):
             for row in rows:

@@ -82,8 +82,8 @@ estimate: bool = Config(default=switch("INDUCTOR_FUSIONS_ESTIMATE", True))
 #: processes. Off: such shapes are left to stock.
 measure: bool = Config(default=switch("INDUCTOR_FUSIONS_MEASURE", False))
 
-#: The most seconds that a process spends on measuring, as text.
-measure_budget: str = Config(default=number("INDUCTOR_FUSIONS_MEASURE_BUDGET") or "60")
+#: The most seconds that a process spends on measuring, as text; None: no limit.
+measure_budget: str | None = Config(default=number("INDUCTOR_FUSIONS_MEASURE_BUDGET") or "60")
 
 #: Fully masked rows under a finite fill (left padding). "keep": a fused kernel gives them the value of the
 #: unfused model, the mean of v. "stock": in training, a site that may have such rows is not fused. "ignore":

@@ -205,7 +205,7 @@ def _fits_registers(choice: Config, problem: Problem, arch: int) -> bool:
     if choice.template == "tiled" and choice.block_m >= 64:
         if choice.block_k > 128 or (choice.num_warps == 8 and choice.block_n == 16):
             return False
-    if choice.template == "tiled" and choice.num_warps == 4 and choice.block_m >= 32:
+    if choice.template == "tiled" and choice.num_warps == 4 and choice.block_m >= 32:  # by Triton 3.7
         if (choice.block_m + choice.block_n) * choice.block_k >= 96 * 256:
             return False
     if choice.template == "tiled" and choice.num_warps == 2:

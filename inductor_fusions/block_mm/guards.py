@@ -23,7 +23,7 @@ from .problem import Problem, describe, of_operands
 #: Bulk copies and vector loads take 16 bytes at a time.
 ALIGNMENT = 16
 #: Of linears whose input is not contiguous and whose weight is frozen.
-BATCH = Reason.LAYOUT(
+BATCHED_LINEAR = Reason.LAYOUT(
     "the rows of the input are apart in memory, so each linear with a frozen weight is a batch of products, "
     "and the kernels support one matrix each"
 )
@@ -37,14 +37,19 @@ def check_device(node: fx.Node) -> None:
     operands.check_device(value(node))
 
 
-def reported(node: fx.Node, why: Said) -> Reported:
+def reported(node: fx.Node, why: Said, hint: str = "") -> Reported:
     """A site for which there is no kernel; on devices without kernels, this is the reason."""
-    reason: Rejected = LeftToStock(why, "contiguous() on the input" if why is BATCH else "")
+    reason: Rejected = LeftToStock(why, hint)
     try:
         check_device(node)
     except Rejected as first:
         reason = first
     return Reported(node, reason, {"result": text(node)})
+
+
+def reported_batch(node: fx.Node) -> Reported:
+    """The site of a linear that is a batch of products (`graph.products.batched_linear`)."""
+    return reported(node, BATCHED_LINEAR, "contiguous() on the input")
 
 
 def check_operands(nodes: Sequence[fx.Node]) -> None:

@@ -196,7 +196,12 @@ def carried(source: Source, section: str, kernel: str, row: Row) -> Carried | No
         return None if less is None else Carried(1.0, less, 0.15)
     memory = section in ("lora_sums", "lora_dropout", "narrow_mm", "decode_attention")
     few = section == "lora" and row["tokens"] <= FEW_ROWS
-    single = section == "block_mm" and row["tokens"] <= SINGLE_ROWS
-    single = single and (row.get("config") or {"template": "row"})["template"] == "row"
-    single = single and (row["kind"] != "linear" or bool(row.get("activation")))
-    return Carried(0.5, 0.0, 0.1) if memory or few or single else None
+    return Carried(0.5, 0.0, 0.1) if memory or few or _saves_launches(section, row) else None
+
+
+def _saves_launches(section: str, row: Row) -> bool:
+    """Whether a grouped GEMM of a few rows gains by one launch for what stock does in several."""
+    if section != "block_mm" or row["tokens"] > SINGLE_ROWS:
+        return False
+    alone = row["kind"] == "linear" and not row.get("activation")
+    return not alone and (row.get("config") or {"template": "row"})["template"] == "row"

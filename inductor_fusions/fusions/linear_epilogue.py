@@ -219,7 +219,7 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     expressions, linears = Expressions(), _linears_before([n for n in nodes if n.target in _NONLINEAR])
     for node in linears:
         if product(node) is None and _has_nonlinear_tail(node):
-            yield guards.reported(node, guards.BATCH)
+            yield guards.reported_batch(node)
     products = [found for node in linears if (found := product(node)) is not None]
     whole = {linear.node: _whole_activation(linear, expressions) for linear in products}
     for node, last in whole.items():

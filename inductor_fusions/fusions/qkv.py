@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from .._inductor import Match
 
 
-#: Linears with frozen weights on an input that is not contiguous.
-BATCH = torch.ops.aten.bmm.default
-
-
 def _sharing(found: Sequence[Product], operand: str) -> list[list[Product]]:
     """The products with one operand in common, two or more of them, in graph order."""
     key: Callable[[Product], Any] = lambda p: identity(getattr(p, operand))  # noqa: E731
@@ -172,16 +168,19 @@ FUSION = Fusion(
 )
 
 
-@FUSION.group(lambda: (*PRODUCTS, BATCH))
+@FUSION.group(lambda: (*PRODUCTS, torch.ops.aten.bmm.default))
 def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
-    """Sums first, since a sum needs no memory for its terms; then what shares a, then what shares b."""
+    """Sums first, since a sum needs no memory for its terms; then what shares a, then what shares b.
+
+    Linears with frozen weights on an input that is not contiguous are batches of products: reported alone.
+    """
     graph, inside = scope.graph, set[fx.Node]()
     by_input: dict[Any, list[fx.Node]] = {}
     for node in nodes_of(matches):
         batched = batched_linear(node)
         if batched is not None:
             by_input.setdefault(identity(batched[0]), []).append(node)
-    yield from (guards.reported(nodes[0], guards.BATCH) for nodes in by_input.values() if len(nodes) > 1)
+    yield from (guards.reported_batch(nodes[0]) for nodes in by_input.values() if len(nodes) > 1)
     for node in reversed(additions_behind(p.node for p in products_of(nodes_of(matches)))):
         found = sum_of_products(node) if node not in inside and not was_erased(node) else None
         if found is not None:

@@ -36,10 +36,12 @@ from .structure import MASK_FILL, Structure
 
 def hand_written(scope: Scope, weights: fx.Node | None) -> Candidate | None:
     """The attention around a softmax, by the node that holds its result; None if no product is behind it."""
-    if weights is None or not reaches_product(weights, scope.outside):
+    if weights is None:
         return None
     if reaches_product(weights):
         return HandWritten(scope, weights)
+    if not reaches_product(weights, scope.outside):
+        return None
     leaves = Reason.WEIGHTS.rejected(
         "the product with v is outside of the region (a checkpoint, say) that computes the weights",
         "compute the product with v in the same region",

@@ -171,7 +171,7 @@ def _reason(base: Any, up: Any) -> str:
         down = _core(p.a)
         both = [batch[0] for x in (base, down) if (batch := batched_linear(x)) is not None]
         if len(both) == 2 and identity(both[0]) == identity(both[1]) and _is_narrow(down, -1):
-            return guards.BATCH
+            return guards.BATCHED_LINEAR
         found = _is_embedding(base) and _is_embedding(down) and base.args[1] is down.args[1]
         return EMBEDDING if found and _is_narrow(down, -1) else ""
     if not _is_convolution(base) or not _is_convolution(up):

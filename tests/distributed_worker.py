@@ -36,6 +36,7 @@ from bench import model_cases
 from inductor_fusions import config, fusions
 from inductor_fusions.driver import passes
 from tests import blocks
+from tests.support.processes import leave
 
 #: Of the model that is timed, on a GPU and to try it on a CPU: samples of a process, and their tokens.
 TIMED = {"cuda": (4, 2048), "cpu": (2, 16)}
@@ -284,8 +285,4 @@ def main(backend: str, result: str, *engines: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    # Threads of gloo outlive the groups that DistributedDataParallel has used: one that lets go of a tensor
-    # while the interpreter shuts down aborts the process. All results are written.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    leave()

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from inductor_fusions import ops
+from tests.support.processes import leave
 
 #: Placement of q, k and v, and what is left of it in the result.
 PLACEMENTS: dict[str, tuple[Any, Any]] = {
@@ -76,3 +77,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -304,6 +304,18 @@ def classes_that_are_rows(logits: Any, labels: Any) -> Any:
     return F.cross_entropy(logits.reshape(V, -1).t(), labels.view(-1))
 
 
+def of_as_many_classes_as_tokens(logits: Any, labels: Any) -> Any:
+    tokens = logits.shape[1]
+    return F.cross_entropy(torch.narrow(logits, -1, 0, tokens).reshape(-1, tokens), labels.view(-1) % tokens)
+
+
+def rows_of_two_losses(logits: Any, labels: Any) -> Any:
+    half, first = logits.shape[1] // 2, labels[:, 0]
+    return F.cross_entropy(logits.narrow(1, 0, half + 1)[:, 0], first) + F.cross_entropy(
+        logits.narrow(1, half - 1, half)[:, 0], first
+    )
+
+
 OTHERS: dict[str, tuple[Function, str]] = {
     "the logits are returned": (returned, "used-elsewhere"),
     "the logits are read elsewhere": (read_elsewhere, "used-elsewhere"),
@@ -322,6 +334,13 @@ OTHERS: dict[str, tuple[Function, str]] = {
 def test_left_alone(name: str) -> None:
     fn, reason = OTHERS[name]
     check(Head(fn), fused=0, reason=reason)
+
+
+@pytest.mark.parametrize(
+    "fn, reason", [(of_as_many_classes_as_tokens, "loss"), (rows_of_two_losses, "used-elsewhere")]
+)
+def test_ranges_of_symbolic_lengths(fn: Function, reason: str) -> None:
+    check(Head(fn), fused=0, reason=reason, dynamic=True)
 
 
 @pytest.mark.parametrize("backend", [testing.EAGER_AFTER_PASSES, "inductor"])

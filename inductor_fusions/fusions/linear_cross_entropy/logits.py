@@ -22,7 +22,7 @@ from ...graph.einsum import equation
 from ...graph.torch_ops import CASTS, COPIES, Op, linear_of, read
 from ...operands import holds, tensor
 from ...reasons import Reason
-from .parts import Head, one_head, part_of, rows_of
+from .parts import Head, one_head, part_of, rows_of, sliced
 
 #: A larger number that is added to logits rounds their digits away, which a softmax sees.
 LARGEST_SHIFT = 1e4
@@ -194,8 +194,7 @@ def _some_classes(op: Op) -> tuple[int, int] | None:
         ):
             return None
     elif op.name in ("narrow", "slice") and isinstance(op["dim"], int) and op["dim"] % before.dim() == last:
-        start = op["start"]
-        part = slice(start, start + op["length"] if op.name == "narrow" else op["end"], op["step"])
+        part = sliced(op)
     if not isinstance(part, slice) or not isinstance(classes, int) or part.step not in (None, 1):
         return None
     if not all(each is None or type(each) is int for each in (part.start, part.stop)):

@@ -218,6 +218,18 @@ def _at(op: Op, dim: int) -> tuple[int, int | None, int | None] | None:
     return (dim - numbers, None, None) if own == slice(None) else None
 
 
+def sliced(op: Op) -> slice | None:
+    """What `slice` or `narrow` takes of its dim; None where the end is not known from the arguments alone."""
+    if op.name == "slice":
+        return slice(op["start"], op["end"], op["step"])
+    start, length = op["start"], op["length"]
+    if type(start) is not int or (start and type(length) is not int):
+        return None
+    if start >= 0:
+        return slice(start, start + length if start else length)
+    return slice(start, start + length or None)
+
+
 def take_other_rows(first: fx.Node, second: fx.Node) -> bool:
     """Whether two nodes take rows of a tensor that no other of them takes."""
     one, two = read(first), read(second)
@@ -244,12 +256,7 @@ def _ranges(op: Op) -> dict[int, tuple[Any, Any]]:
         return {}
     if op.name in ("select", "narrow", "slice") and type(op["dim"]) is int:
         dim = op["dim"] % value.dim()
-        if op.name == "select":
-            index: Any = op["index"]
-        else:
-            start = op["start"] or 0
-            index = slice(start, start + op["length"] if op.name == "narrow" else op["end"])
-        taken = {dim: index}
+        taken = {dim: op["index"] if op.name == "select" else sliced(op)}
     elif op.name == "getitem":
         given = op["index"]
         parts = list(given) if isinstance(given, tuple) else [given]

@@ -234,6 +234,7 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
         crossed = _crossed(node) if node.target is aten.mul.Tensor and not was_erased(node) else None
         if crossed is not None and crossed.node not in whole and not _of_few_rows(crossed):
             yield LinearEpilogue(scope.graph, crossed)
-    for linear in products_of(n for n in nodes if n.target in PRODUCTS and not was_erased(n)):
-        if whole.get(linear.node) is None and _of_few_rows(linear):
-            yield FewRows(scope.graph, linear)
+    for each in products_of(n for n in nodes if n.target in PRODUCTS and not was_erased(n)):
+        found = product(each.node)  # anew: its input may be the linear that the last one has replaced
+        if found is not None and whole.get(found.node) is None and _of_few_rows(found):
+            yield FewRows(scope.graph, found)

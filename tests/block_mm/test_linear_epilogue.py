@@ -52,12 +52,13 @@ def test_training() -> None:
     assert named(call).activations == ""  # the backward needs what the linear gives
 
 
-def test_one_after_the_other() -> None:
-    """Each reads what has taken the place of the activation before it."""
+@pytest.mark.parametrize("between, name", [(torch.nn.ReLU, "relu"), (torch.nn.Identity, "")])
+def test_one_after_the_other(between: Callable[..., torch.nn.Module], name: str) -> None:
+    """Each reads what has taken the place of the activation, or of the linear, before it."""
     widths = [64, 32, 48, 16]
-    layers = [torch.nn.Sequential(torch.nn.Linear(*pair), torch.nn.ReLU()) for pair in pairwise(widths)]
+    layers = [torch.nn.Sequential(torch.nn.Linear(*pair), between()) for pair in pairwise(widths)]
     seen = check(torch.nn.Sequential(*layers).bfloat16(), (rand(16, 64),), budget=3.0)
-    assert [named(call).activations for call in seen.calls()] == ["relu"] * 3
+    assert [named(call).activations for call in seen.calls()] == [name] * 3
 
 
 def test_read_beside_its_activation() -> None:

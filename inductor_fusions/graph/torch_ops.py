@@ -30,7 +30,7 @@ _BY_ARGUMENTS = {
     "ones_like zeros_like view reshape flatten unflatten view_as reshape_as _unsafe_view expand expand_as "
     "broadcast_to permute t contiguous clone detach alias lift_fresh_copy lift_fresh repeat to type_as type "
     "_to_copy convert_element_type float half bfloat16 double bool int long cpu cuda "
-    "_transformer_encoder_layer_fwd _native_multi_head_attention",
+    "_transformer_encoder_layer_fwd _native_multi_head_attention topk",
     "input other": "add sub rsub mul div min max minimum maximum matmul bmm eq ne lt le gt ge bitwise_and "
     "bitwise_or logical_and logical_or",
     "input exponent": "pow",
@@ -76,7 +76,7 @@ _SYNONYMS = {
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne",
     "_safe_softmax": "safe_softmax", "type_as": "type_as", "clip": "clamp",
     "concat": "cat", "concatenate": "cat", "absolute": "abs", "cross_entropy_loss": "cross_entropy",
-    "nll_loss_nd": "nll_loss",
+    "nll_loss_nd": "nll_loss", "_get_data_attr": "detach",
 }  # fmt: skip
 
 VIEWS = frozenset(
@@ -138,7 +138,7 @@ def _functions() -> dict[Callable[..., Any], str]:
     """Every function object that Dynamo may put into a graph for a name in `SIGNATURES`."""
     table: dict[Callable[..., Any], str] = {}
     names = [*SIGNATURES, *_SYNONYMS, "scaled_dot_product_attention"]
-    for container in (torch, F, torch.special, torch._C._nn, operator, torch.Tensor):
+    for container in (torch, F, torch.special, torch._C._nn, operator, torch.Tensor, torch._C._autograd):
         for name in names:
             for suffix in ("", "_"):
                 function = getattr(container, name + suffix, None)

@@ -53,6 +53,56 @@ def test_fill_of_some_heads() -> None:
     check(filled, (*qkv(N, N), torch.tensor([[True, False, False], [False, True, False]])))
 
 
+def filled_by_data(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    s = scores(q, k)
+    s.data.masked_fill_(mask, float("-inf"))
+    return s.softmax(-1) @ v
+
+
+def filled_by_detach(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    s = q @ k.mT
+    s.detach().masked_fill_(mask, float("-inf"))
+    s.data.masked_fill_(torch.ones(N, N).triu(3) == 1, float("-inf"))
+    return (s / 4).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("fn", [filled_by_data, filled_by_detach])
+@pytest.mark.parametrize("train", [False, True])
+def test_fills_that_autograd_does_not_see(fn: Any, train: bool) -> None:
+    """The gradient of a masked score is 0 either way, because its weight is."""
+    check(fn, (*qkv(N, N), hidden(B, 1, N, N)), train=train)
+
+
+def test_fills_whose_gradient_autograd_does_not_drop() -> None:
+    """Rows without a key weigh all keys alike, and their scores get a gradient in eager mode."""
+
+    def finite(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        s = scores(q, k)
+        s.data.masked_fill_(mask, -1e9)
+        return s.softmax(-1) @ v
+
+    mask = torch.rand(B, 1, N, N) < 0.4
+    mask[..., 2, :] = True
+    check(finite, (*qkv(N, N), mask), train=False)
+    unfused(finite, (*qkv(N, N), mask), "overwritten")
+
+
+def test_detached_scores_that_are_read() -> None:
+    def read_too(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        s = scores(q, k)
+        apart = s.data
+        apart.masked_fill_(mask, float("-inf"))
+        return s.softmax(-1) @ v + apart.amax(-1, keepdim=True)
+
+    def returned(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        s = scores(q, k)
+        apart = s.data.masked_fill_(mask, -1e9)
+        return s.softmax(-1) @ v, apart
+
+    for fn in (read_too, returned):
+        unfused(fn, (*qkv(N, N), hidden(B, 1, N, N)), "used-elsewhere", train=False)
+
+
 def last_keys(q: Any, k: Any, v: Any) -> Any:
     s = scores(q, k)
     s[..., N - 2 :] = float("-inf")

@@ -219,6 +219,28 @@ def test_einsum_that_sums_over_heads_or_queries(equation: str) -> None:
     unfused(fn, qkv(Q, Q), "no-product")
 
 
+def test_dot_products_of_neighbours() -> None:
+    """Each query has keys of its own: every score is a product of a row and a column."""
+
+    def neighbours(q, k, v):
+        s = (q[:, :, None, None, :] @ k[..., None]).view(B, Q, K)
+        return (softmax(s)[..., None, :] @ v)[..., 0, :]
+
+    near = rand(B, Q, K, D)
+    unfused(neighbours, (rand(B, Q, D), near, near.detach()), "elementwise")
+
+
+def test_softmax_of_some_scores() -> None:
+    """Weights that are put back to their keys have a site."""
+
+    def of_the_largest(q, k, v):
+        s = q @ k.mT
+        largest, keys = s.topk(4, dim=-1)
+        return torch.zeros_like(s).scatter(-1, keys, softmax(largest)) @ v
+
+    unfused(of_the_largest, qkv(), "in-between")
+
+
 def test_einsum_with_scale() -> None:
     """Three operands."""
     fn = lambda q, k, v, s: softmax(torch.einsum("bhqd,bhkd,h->bhqk", q, k, s)) @ v  # noqa: E731

@@ -1,4 +1,7 @@
-"""Partial in-place writes to scores: `scores[mask] = number`, `scores[..., 1:, 1:] += bias`."""
+"""Partial in-place writes to scores: `scores[mask] = number`, `scores[..., 1:, 1:] += bias`.
+
+`scores.data.masked_fill_(mask, number)` is one too, which autograd does not see.
+"""
 
 from __future__ import annotations
 
@@ -79,26 +82,21 @@ class Region:
 
 
 def condition(writer: fx.Node, scores: fx.Node) -> tuple[Operand, Any] | None:
-    """(mask, value) of `scores[mask] = value`; None of anything else."""
-    if writer.target is not operator.setitem:
+    """(mask, value) of `scores[mask] = value` or `scores.data.masked_fill_(mask, value)`; None of others."""
+    op, rank = read(writer), 0
+    data = read(op.input) if op is not None and op.inplace and op.name == "masked_fill" else None
+    if op is not None and data is not None and data.name == "detach" and data.input is scores:
+        index, value = op["mask"], op["value"]
+    elif writer.target is operator.setitem and arguments(writer)[0][0] is scores:
+        _, index, value = arguments(writer)[0]
+        rank = 0 if (whole := tensor(scores)) is None else whole.dim()
+    else:
         return None
-    target, index, value = arguments(writer)[0]
-    if target is not scores:
+    mask, operand = tensor(index), Operand.of(index)
+    if mask is None or operand is None or str(mask.dtype) != "torch.bool":
         return None
-    mask, whole = tensor(index), tensor(scores)
-    operand = Operand.of(index)
-    if (
-        mask is None
-        or whole is None
-        or operand is None
-        or mask.dtype.is_floating_point
-        or mask.dim() > whole.dim()
-    ):
-        return None
-    if str(mask.dtype) != "torch.bool":
-        return None
-    missing = whole.dim() - mask.dim()
-    return (operand.reshape((*mask.shape, *[1] * missing)) if missing else operand), value
+    missing = rank - mask.dim()
+    return (operand.reshape((*mask.shape, *[1] * missing)) if missing > 0 else operand), value
 
 
 def region(writer: fx.Node, scores: fx.Node) -> Region | None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _BETWEEN = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
     "dropout", "mul", "div", "add", "expand", "where", "masked_fill", "getitem", "slice", "narrow",
     "nan_to_num", "mean", "split", "split_with_sizes", "getattr", "sub", "neg", "unbind", "chunk",
-    "conv1d", "conv2d", "conv3d", "cat", "stack", "pad",
+    "conv1d", "conv2d", "conv3d", "cat", "stack", "pad", "scatter",
 }  # fmt: skip
 
 #: What may stand between scores that two softmaxes read and either of them.

@@ -5,6 +5,7 @@ What the operations in between do to the scores is in `scores`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -133,13 +134,9 @@ class Walk:
             return self._written(writer, node, user, factor, scalers, at)
         self.writes_by_view = self.writes_by_view or writer
         for other in readers(node):
-            if (other is user and not reads_metadata(other, node)) or other in self.beside:
-                continue
-            if other in self.writing:
-                continue
-            if other is self.logsumexp:
-                continue
-            (self.readers if reads_metadata(other, node) else self.others).append(other)
+            asks = reads_metadata(other, node)
+            if (asks or other is not user) and other not in {*self.beside, *self.writing, self.logsumexp}:
+                (self.readers if asks else self.others).append(other)
         if not scores.is_floating_point():
             raise Reason.MIXED_DTYPES.rejected("the scores are not floating point")
         if op.name in PRODUCTS:
@@ -169,22 +166,23 @@ class Walk:
                 "the scores are scaled by a tensor after a part of them is overwritten"
             )
         part = region(writer, node) if masked is None else None
-        if masked is not None:
-            number = self._lowest(masked[1], factor)
-            site = self.walk(node, writer, factor, scalers, at)
-            mask = at.seen(masked[0], scores.shape)
-            site.terms.append(Term(mask, at.sizes(scores.shape), fill=number))
-        elif part is None:
+        if masked is None and part is None:
             raise Reason.OVERWRITTEN.rejected(f"{writer.name} overwrites the scores")
-        elif part.is_number:
-            number = self._lowest(part.written, factor)
-            views = [view for view in readers(node) if readers(view) == [writer]]
+        if part is None or part.is_number:
+            mask, value = masked or (None, part and part.written)
+            number = self._lowest(value, factor)
+            op = read(writer)
+            views = [v for v in readers(node) if op is not None and v is op.input and readers(v) == [writer]]
+            # Of detached scores, those that are masked get a gradient too: it is 0 where their weights are.
+            if mask and views and scores.requires_grad and (number != -math.inf or not self.shifts_cancel):
+                raise Reason.OVERWRITTEN.rejected(f"{writer.name} overwrites the scores behind autograd")
             self.writing.update(views)
             self.others += readers(writer)
-            site = self.walk(node, writer, factor, scalers, at)
+            site, lead = self.walk(node, writer, factor, scalers, at), at.sizes(scores.shape)
             everywhere = site.q.then("new_full", (1,) * scores.dim(), 1.0).then("bool")
-            site.terms.append(part.padded(Term(everywhere, at.sizes(scores.shape), fill=number), at))
-            site.chain.extend(views)
+            term = Term(at.seen(mask or everywhere, scores.shape), lead, fill=number)
+            site.terms.append(part.padded(term, at) if part is not None else term)
+            site.chain += views
         else:
             self.regions.append(Reading(part, at, factor, self.shifts_cancel))
             self.shifts_cancel = False
@@ -419,9 +417,10 @@ class Walk:
         single, rank = at.single(shape), len(shape)
         both = None if single is None else (single.rows[0], single.columns[0])
         if single is None or both not in ((rank - 2, rank - 1), (rank - 1, rank - 2)):
-            if any(_has_product(each.node, result_of(op)) for each in (first, second)):
-                raise Misplaced(_stands_between(op))
-            raise Misplaced(NOT_OVER_KEYS)
+            if all(known_true(size == 1) for size in shape[-2:]):
+                raise Rejected(ELEMENTWISE)
+            made = any(_has_product(each.node, result_of(op)) for each in (first, second))
+            raise Misplaced(_stands_between(op) if made else NOT_OVER_KEYS)
         q, k = (
             permuted(first, (*single.lead, rank - 2, rank - 1)),
             permuted(second, (*single.lead, rank - 1, rank - 2)),
@@ -485,7 +484,8 @@ def _has_product(node: fx.Node, scores: torch.Tensor) -> bool:
             continue
         if op is not None and op.name in _ENDS:
             continue
-        whole = tensor(op.input) if op is not None and op.name in ("getitem", "narrow") else None
+        taken = op is not None and op.name in ("getitem", "narrow", "topk", "gather")
+        whole = tensor(op.input) if op is not None and taken else None
         sizes |= set() if whole is None else _sizes(whole)
         found = [n for n in current.all_input_nodes if n not in seen]
         seen.update(found)

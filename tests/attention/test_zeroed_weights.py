@@ -159,6 +159,17 @@ def test_grouped_heads(train: bool) -> None:
     check(fn, (*qkv(S, S, batch=B, heads=6, kv_heads=2), padding()), train=train)
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+@TRAIN
+def test_one_condition_for_all(hidden: bool, train: bool) -> None:
+    """A condition without dims, such as a branch that is switched off."""
+
+    def fn(q, k, v, off):
+        return torch.softmax(scores(q, k), -1).masked_fill(off, 0.0) @ v
+
+    check(fn, (*qkv(S, S), torch.tensor(hidden)), train=train)
+
+
 def test_layers_share_what_is_zero() -> None:
     def fn(q, k, v, pad):
         hidden = ~causal(pad)

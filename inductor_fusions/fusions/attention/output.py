@@ -206,7 +206,7 @@ def _assigned(
 def _set_to_zero(site: Attention, zeroed: Term, keeps_nan: bool = False) -> None:
     """Read what sets weights to 0 into `site`: whole rows, or keys."""
     mask = tensor(zeroed.node)
-    if mask is not None and known_true(mask.shape[-1] == 1):
+    if mask is not None and known_true([1, *mask.shape][-1] == 1):
         site.behind.append(zeroed.as_scaler())
     elif site.zeroed is not None:
         raise Reason.MASK.rejected("weights are set to 0 twice after the softmax")

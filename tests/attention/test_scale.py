@@ -295,3 +295,25 @@ def test_factors_of_keys_in_float16(behind: bool) -> None:
     inputs = (*qkv(), torch.rand(13))
     check(fn, inputs)
     check(fn, inputs, fused=0, reason="range", dtype=torch.float16, train=False)
+
+
+SHIFTS = {
+    "number": lambda s: s + 3.0,
+    "of the queries": lambda s: s + torch.arange(s.shape[-2])[:, None],
+    "maximum": lambda s: s - s.amax(-1, keepdim=True),
+    "logsumexp": lambda s: s - s.logsumexp(-1, keepdim=True),
+}
+
+
+@cases(SHIFTS)
+@pytest.mark.parametrize("queries", [1, Q_LEN])
+def test_shifts_before_factors(case, queries: int) -> None:
+    """What all scores of a row get is seen behind a factor of the keys, not behind one of the queries."""
+    fn = scored(lambda s, factor: case(s) * factor)
+    check(fn, (*qkv(queries), torch.rand(KV_LEN) + 0.2), fused=0)
+    check(fn, (*qkv(queries), torch.rand(queries, 1) + 0.2))
+
+
+def test_shift_before_a_factor_of_keys_through_flex() -> None:
+    fn = scored(lambda s, factor: (s + torch.arange(Q_LEN)[:, None]) * factor)
+    through_flex(fn, (*qkv(), torch.rand(KV_LEN) + 0.2))

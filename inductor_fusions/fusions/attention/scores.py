@@ -71,9 +71,11 @@ class Upwards(Walk):
             longer = [*scalers, (op.name, varying.node, varying.lead)]
             if not of_queries and not of_keys:
                 return self.up(op, scores, factor, longer, at)
-            before = self.state()
+            before, cancel = self.state(), self.shifts_cancel
             with contextlib.suppress(Rejected):  # q or k cannot be scaled where something was added before
+                self.shifts_cancel &= not of_keys  # nor does a number of each row cancel then
                 site = self.up(op, scores, factor, longer, at)
+                self.shifts_cancel = cancel
                 if not of_keys or not site.stages:
                     return site
             self.restore(before)
@@ -124,7 +126,7 @@ class Upwards(Walk):
                     raise Reason.MASK.rejected("a constant is added to a part of the scores")
                 if not self.shifts_cancel:
                     raise Reason.IN_BETWEEN.rejected(
-                        "a constant is added to the scores before a function of them, or before a sink"
+                        "a constant is added to the scores before a function, a factor of keys or a sink"
                     )
                 if not abs(number * bias_factor * factor) <= LARGEST_SCORE:
                     raise Reason.RANGE.rejected(

@@ -47,6 +47,17 @@ def every_second_class(h: Any, w: Any, y: Any) -> Any:
 
 
 @form(*HEAD, (80,))
+def rows_and_classes_in_one_index(h: Any, w: Any, y: Any, c: Any) -> Any:
+    """A choice of one token of a few, read at one position."""
+    return F.cross_entropy(F.linear(h, w, c)[:, -2, 8:-8], y[:, -2] % 64)
+
+
+@form(*HEAD, left=(1, 1), reasons=TWO)
+def rows_and_every_second_class(h: Any, w: Any, y: Any) -> Any:
+    return F.cross_entropy(F.linear(h, w)[:, :-1, ::2].flatten(0, 1), y[:, 1:].flatten() % 40)
+
+
+@form(*HEAD, (80,))
 def bias_by_itself(h: Any, w: Any, y: Any, c: Any) -> Any:
     """The decoder of BERT: a tied weight, and a bias that is a parameter of the head."""
     return F.cross_entropy((torch.matmul(h, w.t()) + c).view(-1, 80), y.view(-1))
@@ -159,6 +170,19 @@ def gathered_less_the_logsumexp(h: Any, w: Any, y: Any) -> Any:
     logits = F.linear(h, w).float() / 0.7
     taken = logits.gather(-1, y.unsqueeze(-1)).squeeze(-1)
     return taken - logits.logsumexp(-1)
+
+
+@form(*HEAD)
+def logsumexp_less_what_is_gathered(h: Any, w: Any, y: Any) -> Any:
+    """The negative of log-probabilities."""
+    logits = F.linear(h, w)
+    return (logits.logsumexp(-1) - torch.take_along_dim(logits, y[..., None], dim=-1)[..., 0]).mean()
+
+
+@form(*HEAD, left=(1, 1))
+def logsumexp_less_other_rows(h: Any, w: Any, y: Any) -> Any:
+    logits = F.linear(h, w)
+    return logits.logsumexp(-1) - logits.gather(-1, y[..., None]).flip(1)[..., 0]
 
 
 @form(*HEAD)
@@ -307,8 +331,10 @@ def codebooks_in_front(h: Any, w: Any, y: Any) -> Any:
 
 @form(*HEAD)
 def codebooks_of_some_classes(h: Any, w: Any, y: Any) -> Any:
-    logits = F.linear(h, w).view(24, 2, 40).transpose(0, 1)[..., :32]
-    return F.cross_entropy(logits.select(0, 1), y.view(-1) % 32, reduction="none")
+    logits = F.linear(h, w).view(2, 12, 2, 40)
+    first = F.cross_entropy(logits[:, 1:, 0, :32].flatten(0, 1), y[:, 1:].flatten() % 32)
+    second = logits.transpose(0, 2)[..., :32].select(0, 1)
+    return first + F.cross_entropy(second.flatten(0, 1), y.t().flatten() % 32, reduction="none")
 
 
 @form(*HEAD, (40,), left=(1, 1), reasons=TWO)

@@ -12,6 +12,7 @@ from ...graph.builder import Builder
 from ...graph.torch_ops import VIEWS, read
 from ...operands import tensor
 from .op import LINEAR_CROSS_ENTROPY, SOFTMAX_ROWS
+from .parts import rows_and_classes
 from .recognise import Site
 
 
@@ -67,7 +68,8 @@ def rows(site: Site) -> fx.Node:
         smooth,
     )  # fmt: skip
     if there is None:
-        return _as_before(build, build.call(torch.sub, picked, lse), site)
+        first, second = (lse, picked) if site.negates else (picked, lse)
+        return _as_before(build, build.call(torch.sub, first, second), site)
     found = build.call(torch.sub, lse, picked)
     own = there
     whole: Any = build.value(w).shape[0]
@@ -130,12 +132,15 @@ def _replayed(build: Builder, site: Site, node: fx.Node, h: fx.Node) -> fx.Node:
     if op.name in VIEWS:
         assert after is not None
         return build.call("reshape", h, (*after.shape[:-1], build.value(h).shape[-1]))
-    if head is not None and node is head.taken:
-        if op.name == "select":
-            return build.call("select", h, op["dim"], 0)
-        index = op["index"]
-        first = 0 if head.place is None else tuple(0 if i == head.place else x for i, x in enumerate(index))
-        return build.call(operator.getitem, h, first)
+    of_head = head is not None and node is head.taken
+    if op.name == "getitem":  # the classes are not those of h
+        index, _ = rows_and_classes(op)
+        if head is not None and of_head:
+            place = head.place
+            index = 0 if place is None else tuple(0 if i == place else x for i, x in enumerate(index))
+        return build.call(operator.getitem, h, index)
+    if of_head:
+        return build.call("select", h, op["dim"], 0)
     kwargs = {name: h if name in ("input", "self") else value for name, value in node.kwargs.items()}
     target: Any = node.target
     return build.call(target, *(h if i == 0 else value for i, value in enumerate(node.args)), **kwargs)

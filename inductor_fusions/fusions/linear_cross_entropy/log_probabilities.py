@@ -1,7 +1,7 @@
 """Finds log-probabilities of one label for each row, in Dynamo's torch-level graph.
 
     log_softmax(logits, -1).gather(-1, labels[..., None])
-    logits.gather(-1, labels[..., None]).squeeze(-1) - logits.logsumexp(-1)
+    logits.gather(-1, labels[..., None]).squeeze(-1) - logits.logsumexp(-1)    # or the negative of that
 
 Trainers take the rows apart to need less memory: `torch.stack` puts together the first of each `logits[i]`,
 or the logsumexp of each.
@@ -35,6 +35,7 @@ class Picked:
         labels: which column of each row, in the order of the rows.
         path: the nodes behind the matrix, without the result.
         wraps: whether a negative label counts from the last class.
+        negates: whether the value is the negative of the log-probability.
     """
 
     logits: fx.Node
@@ -42,6 +43,7 @@ class Picked:
     labels: fx.Node
     path: tuple[fx.Node, ...]
     wraps: bool = False
+    negates: bool = False
 
 
 def of(op: Op) -> Picked | None:
@@ -108,18 +110,20 @@ def _indexed(op: Op) -> Picked | None:
 
 
 def _difference(op: Op) -> Picked | None:
-    """Logits that are gathered, minus their logsumexp."""
+    """Logits that are gathered, minus their logsumexp; or their logsumexp minus those."""
     first, second = op.only("input", "other")
     shapes = [value.shape for node in (first, second, op.node) if (value := tensor(node)) is not None]
     if len(shapes) != 3 or not all(same_shape(shape, shapes[0]) for shape in shapes):
         return None
-    (taken, views), (summed, others) = _viewed(first), _viewed(second)
-    gathered = read(taken)
-    found = None if gathered is None or gathered.inplace else _gathered(gathered)
-    logits, rows = _summed(summed)
-    if found is None or found.logits is not logits:
-        return None
-    return Picked(logits, False, found.labels, (*views, taken, *others, summed, *rows), found.wraps)
+    for one, other in ((first, second), (second, first)):
+        (taken, views), (summed, others) = _viewed(one), _viewed(other)
+        gathered = read(taken)
+        found = None if gathered is None or gathered.inplace else _gathered(gathered)
+        logits, rows = _summed(summed)
+        if found is not None and found.logits is logits:
+            path = (*views, taken, *others, summed, *rows)
+            return Picked(logits, False, found.labels, path, found.wraps, negates=one is second)
+    return None
 
 
 def _summed(node: Any) -> tuple[Any, list[fx.Node]]:
@@ -200,13 +204,23 @@ def _viewed(node: Any) -> tuple[Any, list[fx.Node]]:
     """The value behind views that only add or remove dims of size 1, and the views."""
     views: list[fx.Node] = []
     value = tensor(node)
-    while value is not None and (op := read(node)) is not None and op.name in _VIEWS and not op.inplace:
+    while value is not None and (op := read(node)) is not None and not op.inplace:
         inner = tensor(op.input)
         if inner is None or _large(inner.shape) != _large(value.shape):
+            break
+        if op.name not in _VIEWS and not _is_plain_index(op):
             break
         views.append(node)
         node, value = op.input, inner
     return node, views
+
+
+def _is_plain_index(op: Op) -> bool:
+    """Whether an operation takes elements by numbers and slices, and in their order."""
+    index = op["index"]
+    parts = index if isinstance(index, tuple) else (index,)
+    plain = all(part is None or part is Ellipsis or isinstance(part, (int, slice)) for part in parts)
+    return op.name in ("getitem", "select") and plain
 
 
 def _large(shape: Any) -> list[str]:

@@ -22,7 +22,7 @@ from ...graph.einsum import equation
 from ...graph.torch_ops import CASTS, COPIES, Op, linear_of, read
 from ...operands import holds, tensor
 from ...reasons import Reason
-from .parts import Head, one_head, part_of, rows_of, sliced
+from .parts import Head, indexes_rows, one_head, part_of, rows_and_classes, rows_of, sliced
 
 #: A larger number that is added to logits rounds their digits away, which a softmax sees.
 LARGEST_SHIFT = 1e4
@@ -123,7 +123,8 @@ def walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> Logits:
             path.append(node)
             node = part.call
         elif columns is None and (columns := _some_classes(op)) is not None:
-            pass
+            if op.name == "getitem":  # which may take rows as well
+                replayed.append(node)
         elif head is None and (head := one_head(op, replayed[::-1])) is not None:
             replayed.append(node)
             if op.name == "stack":
@@ -177,21 +178,15 @@ def _biased(op: Op) -> tuple[fx.Node, fx.Node]:
 
 
 def _some_classes(op: Op) -> tuple[int, int] | None:
-    """Which classes an operation takes of all rows: the first one, and how many."""
-    before, after = tensor(op.input), tensor(op.node)
-    if before is None or after is None or op.inplace or before.dim() != after.dim():
+    """Which classes an operation takes of all rows, or an index of some: the first one, and how many."""
+    before = tensor(op.input)
+    if before is None or op.inplace:
         return None
     classes, last = before.shape[-1], before.dim() - 1
     part: Any = None
     if op.name == "getitem":
-        index = op["index"]
-        parts = list(index) if isinstance(index, tuple) else [index]
-        *others, part = parts
-        if not all(each in (Ellipsis, slice(None)) for each in others if not isinstance(each, fx.Node)):
-            return None
-        if any(isinstance(each, fx.Node) for each in parts) or (
-            Ellipsis not in others and len(others) != last
-        ):
+        rows, part = rows_and_classes(op)
+        if not indexes_rows(rows, last):
             return None
     elif op.name in ("narrow", "slice") and isinstance(op["dim"], int) and op["dim"] % before.dim() == last:
         part = sliced(op)

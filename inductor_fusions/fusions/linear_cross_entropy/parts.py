@@ -71,10 +71,10 @@ def keeps_classes(op: Op) -> bool:
         return dims[-1] == last
     if op.name in SELECTS:
         return isinstance(op["dim"], int) and op["dim"] % before.dim() != last
-    return op.name == "getitem" and _indexes_rows(op["index"], last)
+    return op.name == "getitem" and indexes_rows(op["index"], last)
 
 
-def _indexes_rows(index: Any, last: int) -> bool:
+def indexes_rows(index: Any, last: int) -> bool:
     """Whether an index leaves the last dim whole: slices and numbers, or a tensor, of leading dims alone."""
     parts = list(index) if isinstance(index, tuple) else [index]
     held = [value for part in parts if (value := tensor(part)) is not None]
@@ -90,6 +90,17 @@ def _indexes_rows(index: Any, last: int) -> bool:
         behind = parts[parts.index(Ellipsis) + 1 :]
         return not behind or behind[-1] == slice(None)
     return len(parts) <= last or parts[last] == slice(None)
+
+
+def rows_and_classes(op: Op) -> tuple[Any, Any]:
+    """An index without its part for the last dim, of which it takes all; and that part, or None."""
+    source, index = tensor(op.input), op["index"]
+    parts = list(index) if isinstance(index, tuple) else [index]
+    own = sum(part is not None for part in parts)
+    named = any(part is Ellipsis for part in parts)
+    if source is None or parts[-1] is Ellipsis or not (named or own == source.dim()):
+        return index, None
+    return (*parts[:-1], slice(None)), parts[-1]
 
 
 def part_of(op: Op) -> Part | None:

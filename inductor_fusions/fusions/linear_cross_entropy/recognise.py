@@ -46,6 +46,7 @@ class Site(Logits):
         weights: of the classes, or None.
         gathers: whether the loss is log-probabilities.
         wraps: whether a negative label counts from the last class, as in an index.
+        negates: whether the loss is the negative of log-probabilities.
     """
 
     loss: fx.Node
@@ -56,6 +57,7 @@ class Site(Logits):
     smoothing: float = 0.0
     reduction: str = "none"
     wraps: bool = False
+    negates: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,8 +197,9 @@ def _picked(op: Op, picked: log_probabilities.Picked) -> Site:
     _check_labels(picked.labels)
     ordered = replace(found, path=tuple(sorted(found.path)))
     return Site(
-        **vars(ordered), loss=op.node, labels=picked.labels, weights=None, gathers=True, wraps=picked.wraps
-    )
+        **vars(ordered), loss=op.node, labels=picked.labels, weights=None, gathers=True, wraps=picked.wraps,
+        negates=picked.negates,
+    )  # fmt: skip
 
 
 def _check_labels(labels: fx.Node) -> None:

@@ -219,7 +219,8 @@ class Reason(Enum):
         "one graph.",
     )
     NO_MATRIX = (
-        "The adapter belongs to an embedding or a convolution. Only adapters of linears are fused.",
+        "The adapter belongs to an embedding or a convolution, or the gated product to convolutions. Only "
+        "linears are fused.",
         "Nothing. Stock compiles this layer.",
     )
     BEHIND_ADAPTER = (

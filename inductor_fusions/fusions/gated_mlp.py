@@ -58,6 +58,8 @@ aten = torch.ops.aten
 Linear = Product | Columns
 #: Operations between a linear and the product with another one, at most.
 MOST_STEPS = 32
+_CONVOLUTION = (aten.convolution.default,)
+CONVOLUTION = Reason.NO_MATRIX("gate and up are convolutions, or channels of one; only linears are fused")
 
 
 def _read(expression: Any) -> tuple[str, Linear, Linear] | None:
@@ -214,11 +216,11 @@ class GatedPair(Candidate):
 
 
 def _of_many(node: fx.Node) -> fx.Node | None:
-    """The product of many matrices that a node has all columns of, or some."""
+    """The product of many matrices, or the convolution, that a node has all columns of, or some."""
     parts = (*SPLITS, aten.slice.Tensor, aten.select.int, operator.getitem)
     while node.target in parts or (node.target is aten.add.Tensor and not _is_plain(node)):
         (node, *_) = node.all_input_nodes
-    return node if node.target in (aten.bmm.default, aten.baddbmm.default) else None
+    return node if node.target in (aten.bmm.default, aten.baddbmm.default, *_CONVOLUTION) else None
 
 
 def _is_plain(node: fx.Node) -> bool:
@@ -234,6 +236,8 @@ def _input(side: fx.Node) -> fx.Node:
         return found.base.a if isinstance(found, Columns) else found.a
     source = apart or whole
     assert source is not None
+    if source.target in _CONVOLUTION:
+        return source.all_input_nodes[0]
     matrices = [x for x in source.args if isinstance(x, fx.Node)]
     return matrices[-2]
 
@@ -278,7 +282,10 @@ def _why(sides: list[fx.Node], functions: list[str], mixed: bool) -> Said:
         functions: of each linear; "" is none.
         mixed: whether they have other operands: a norm, a vector.
     """
-    if any(_of_many(side) for side in sides):
+    many = [whole.target for side in sides if (whole := _of_many(side)) is not None]
+    if any(target in _CONVOLUTION for target in many):
+        return CONVOLUTION
+    if many:
         return Reason.LIMIT(
             "gate and up are batches of products (experts, or an input whose rows are apart in memory), and "
             "the kernel supports one matrix each"
@@ -315,11 +322,11 @@ _OTHERS = (aten.where.self, aten.log1p.default, aten.expm1.default, aten.clamp_m
 
 
 def _is_of_linears(node: fx.Node) -> bool:
-    """Whether a node multiplies two linears as they are."""
+    """Whether a node multiplies two linears, or two convolutions, as they are."""
     if node.target is not aten.mul.Tensor:
         return False
     sides = [through(x, RESHAPES | CASTS) if isinstance(x, fx.Node) else None for x in node.args]
-    return all(side is not None and (product(side) or columns(side)) is not None for side in sides)
+    return all(side and (product(side) or columns(side) or _of_many(side)) is not None for side in sides)
 
 
 @FUSION.group(lambda: [*NONLINEAR, *_OTHERS, aten.glu.default, aten.mul.Tensor])
@@ -338,8 +345,11 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
             continue
         if node.target is aten.glu.default:
             parts = halves(node)
+            whole: Any = node.args[0]
             if parts is not None:
                 yield GatedPair(scope.graph, node, "sigmoid", parts[1], parts[0])
+            elif whole.target in _CONVOLUTION:
+                yield guards.reported(node, CONVOLUTION)
             continue
         if node.target is aten.mul.Tensor and not _is_of_linears(node):
             continue

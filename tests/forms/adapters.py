@@ -50,6 +50,12 @@ def adapter_and_a_number(x: Any, w: Any, a: Any, b: Any) -> Any:
     return F.linear(x, w) * 0.5, F.linear(F.linear(x, a), b) + 1
 
 
+@form((2, 12, 64), (8, 64), (128, 8), (128,), left=(1, 1), reasons=("no-base", "no-base"))
+def linear_of_two_factors(x: Any, a: Any, b: Any, c: Any) -> Any:
+    """A compressed weight: no adapter, whatever else reads it."""
+    return F.softmax(F.gelu(F.linear(F.linear(x, a), b, c)), -1)
+
+
 @form(*LORA)
 def weight_of_the_adapter(x: Any, w: Any, a: Any, b: Any) -> Any:
     """A and B are multiplied first."""

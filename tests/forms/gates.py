@@ -275,3 +275,27 @@ def gate_of_a_copy(x: Any, w: Any, v: Any) -> Any:
 @form((64, 96), (128, 64), (128, 64), left=(1, 1), reasons=("different inputs", "different inputs"))
 def gate_of_copies_of_two_halves(x: Any, w: Any, v: Any) -> Any:
     return torch.sigmoid(F.linear(x[:, :48].t().contiguous(), w)) * F.linear(x[:, 48:].t().contiguous(), v)
+
+
+#: An image, the weight of a 1x1 convolution with twice the channels.
+CHANNELS: dict[str, Any] = {"left": (0, 0), "reasons": ("no-matrix", "no-matrix")}
+
+
+@form((2, 16, 6, 6), (64, 16, 1, 1), (64,), **CHANNELS)
+def gate_of_channels(x: Any, w: Any, c: Any) -> Any:
+    """U-Nets and conformers."""
+    gate, up = F.conv2d(x, w, c).chunk(2, dim=1)
+    return F.gelu(gate) * up, F.glu(F.conv2d(x, w), dim=1)
+
+
+@form((2, 16, 6, 6), (64, 16, 1, 1), (64, 1, 3, 3), **CHANNELS)
+def channels_times_each_other(x: Any, w: Any, d: Any) -> Any:
+    """NAFNet: no activation."""
+    first, second = F.conv2d(F.conv2d(x, w), d, padding=1, groups=64).chunk(2, dim=1)
+    return first * second
+
+
+@form((2, 16, 24), (32, 16, 3), (32, 16, 3), **CHANNELS)
+def gate_of_two_convolutions(x: Any, w: Any, v: Any) -> Any:
+    """WaveNet."""
+    return torch.tanh(F.conv1d(x, w)) * torch.sigmoid(F.conv1d(x, v))

@@ -318,9 +318,7 @@ def alone(up: fx.Node) -> Said:
             return _read_elsewhere(node)
         (user,) = node.users
         if user.op == "output":
-            return Reason.NO_BASE(
-                "this graph returns the result of the adapter without adding it to anything"
-            )
+            return Reason.NO_BASE("this graph returns the result of the two products as it is")
         by = _other_factor(user, node)
         if by is not None and times_tensor(user) is None:
             if any(reader.dtype == torch.bool for reader in _sources(by)):
@@ -336,15 +334,17 @@ def alone(up: fx.Node) -> Said:
         if summands(user) or added_matrix(product(user)) is node:
             return NO_PRODUCT
         if by is None and user.target not in RESHAPES and user.target not in CASTS and scaled(user) is None:
-            return Reason.NO_BASE(
-                f"{guards.called(user)} reads the result of the adapter before it is added to a base"
-            )
+            reader = guards.called(user)
+            return Reason.NO_BASE(f"{reader} reads the result of the two products, and no base is added")
         node = user
-    return Reason.NO_BASE("the result of the adapter is not added to anything")
+    return Reason.NO_BASE("the result of the two products is not added to anything")
 
 
 def _read_elsewhere(node: fx.Node) -> Said:
-    """The other readers of the result of an adapter."""
+    """The other readers of the result of an adapter, if one of them adds it to a product."""
+    sums = [summands(each) for user in node.users for each in additions_behind([user])]
+    if all(sum(isinstance(x, fx.Node) and leads_to_products(x) for x, _ in terms) < 2 for terms in sums):
+        return Reason.NO_BASE(guards.read_elsewhere("the result of two products without a base", node.users))
     scaled_by = any(_other_factor(user, node) is not None for user in node.users)
     reason = "the gradient of a factor" if scaled_by else "the backward"
     return guards.read_elsewhere("the result of the adapter", node.users, reason)

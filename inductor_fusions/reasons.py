@@ -229,7 +229,8 @@ class Reason(Enum):
         "Apply the factor to the whole sum, or to the low-rank result between A and B.",
     )
     MERGED = (
-        "An adapter is merged into the weight in each step, in a form that two products do not replace.",
+        "The weight of a linear is computed in each step, as with a merged adapter, in a form that two "
+        "products do not replace.",
         "Compute `linear(x, w) + scale * linear(linear(x, a), b)`, if the formula allows it.",
     )
     TERMS = (

@@ -81,6 +81,10 @@ def used_twice(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
     return F.linear(x, weight) + weight.sum()
 
 
+def rotated(w: Any, a: Any) -> Any:
+    return torch.einsum("ork,rkc->orc", w.view(48, 8, 4), a.reshape(8, 4, 4)).reshape(48, 32)
+
+
 OTHERS: dict[str, tuple[Callable[..., Any], str | None]] = {
     "a difference to another weight": (lambda x, w, a, b, c: F.linear(x, (w + b @ a) - w * 2), "merged"),
     "two factors": (lambda x, w, a, b, c: F.linear(x, (b @ a) * c.mean() * c.sum()), "merged"),
@@ -91,6 +95,11 @@ OTHERS: dict[str, tuple[Callable[..., Any], str | None]] = {
     "a vector": (lambda x, w, a, b, c: F.linear(x, w + (b @ a) * c[:, None]), "merged"),
     "LoHa": (lambda x, w, a, b, c: F.linear(x, w + (b @ a) * (b @ a)), "merged"),
     "LoKr": (lambda x, w, a, b, c: F.linear(x, w + torch.kron(a[:2, :2], b[:24] @ a[:, :16])), "merged"),
+    "LoKr, factors": (lambda x, w, a, b, c: F.linear(x, w) + x @ torch.kron(a[:, :12], b[:8]), "merged"),
+    "OFT": (lambda x, w, a, b, c: F.linear(x, rotated(w, a), c), "merged"),
+    "BOFT": (lambda x, w, a, b, c: F.linear(x, w @ torch.block_diag(*a.view(8, 4, 4))), "merged"),
+    "FourierFT": (lambda x, w, a, b, c: F.linear(x, w + torch.fft.ifft2(w * c[:, None]).real), "merged"),
+    "SHiRA": (lambda x, w, a, b, c: F.linear(x, w.index_put((torch.arange(4),), a)), "merged"),
     "DoRA": (lambda x, w, a, b, c: F.linear(x, (m := w + b @ a) / m.norm(dim=1, keepdim=True)), "merged"),
     "a sum of the weight": (lambda x, w, a, b, c: F.linear(x, (w + b @ a).sum(0, keepdim=True)), None),
     "another order": (lambda x, w, a, b, c: F.linear(x, w + (a.t() @ b.t()).view(48, 32)), "merged"),
@@ -101,3 +110,16 @@ OTHERS: dict[str, tuple[Callable[..., Any], str | None]] = {
 def test_left_alone(name: str) -> None:
     fn, reason = OTHERS[name]
     check(fn, fused=0, reason=reason)
+
+
+SILENT: dict[str, Callable[..., Any]] = {
+    "a normalised weight": lambda x, w, a, b, c: F.linear(x, F.normalize(w) * c[:, None]),
+    "compared features": lambda x, w, a, b, c: x[0] @ (w[:32] @ w[:32]).t(),
+    "slices of a weight": lambda x, w, a, b, c: F.linear(x, torch.cat([w[:8], w[16:]])),
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_no_adapter(name: str) -> None:
+    found = check(SILENT[name], fused=0)
+    assert not [site for site in found.sites if site.code == "merged"]

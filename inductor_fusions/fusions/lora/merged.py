@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ... import config
+from ..._inductor import known_true
 from ...effects.liveness import readers, replace
 from ...fusion import Candidate, Rejected, Reported
 from ...graph.builder import Builder
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 _VIEWS = frozenset({"view", "reshape", "contiguous"})
 #: What a weight is computed by from the product of an adapter: LoHa, LoKr, and DoRA among others.
 _FROM = VIEWS | TRANSPOSES | CASTS | frozenset("add sub mul div neg contiguous getattr kron".split())
+#: What makes a weight of those of an adapter that has no product of low rank (LoKr, FourierFT, SHiRA); or of
+#: the frozen weight, by a rotation of it (OFT, BOFT, HRA, Bone).
+_MAKES = frozenset("kron block_diag index_put scatter scatter_add index_add".split())
+_ROTATES = frozenset({"matmul", "bmm", "einsum", "baddbmm"})
 _MOST_STEPS = 32
 
 
@@ -148,9 +153,13 @@ def _keeps_values(op: Op) -> bool:
     return (before.dtype, before.device) == (after.dtype, after.device)
 
 
-def _low_rank(weight: fx.Node) -> int:
-    """The rank of a product of two narrow matrices that a matrix is computed from, or 0."""
-    seen, waiting = set[fx.Node](), [weight]
+def _made(weight: fx.Node, is_linear: bool) -> str:
+    """How an adapter makes a weight: from a product of two narrow matrices, or otherwise; "" if none does.
+
+    Args:
+        is_linear: whether it is known to be a weight. Others are matrices of features that are compared.
+    """
+    seen, waiting, how = set[fx.Node](), [weight], ""
     while waiting and len(seen) < _MOST_STEPS:
         node = waiting.pop()
         op, value = read(node), tensor(node)
@@ -163,10 +172,26 @@ def _low_rank(weight: fx.Node) -> int:
             if len(sizes) == 3 and all(isinstance(size, int) for size in sizes):
                 rank = int(sizes[0])
                 if rank <= MOST_RANK and 2 * rank <= min(sizes[1:]):
-                    return rank
-        elif op.name in _FROM:
+                    return f"from a product of rank {rank}"
+        makes = op.name in _MAKES or op.name.startswith("fft_")
+        if is_linear and (makes or (op.name in _ROTATES and _has_as_many(op, weight))):
+            how = how or f"by {op.name}"
+        if op.name in _FROM:
             waiting += node.all_input_nodes
-    return 0
+    return how
+
+
+def _has_as_many(op: Op, weight: fx.Node) -> bool:
+    """Whether an operand of a product is a weight of the graph with as many elements, or a view of one."""
+    whole = tensor(weight)
+    for node in op.node.all_input_nodes:
+        while (view := read(node)) is not None and view.name in VIEWS | TRANSPOSES | CASTS:
+            node = view.input
+        held = tensor(node)
+        sizes = [] if view is not None else [t.numel() for t in (held, whole) if t is not None]
+        if len(sizes) == 2 and known_true(sizes[0] == sizes[1]):
+            return True
+    return False
 
 
 def _fits(w: fx.Node, product: fx.Node) -> bool:
@@ -252,11 +277,12 @@ def merged_weight(scope: Inputs, match: Match) -> Candidate | None:
     site, found = _merged(node), linear_of(node)
     if site is not None:
         return MergedWeight(site, scope)
-    rank = _low_rank(found[1]) if found is not None else 0
-    if not rank:
+    x = None if found is None else tensor(found[0])
+    how = _made(found[1], found[2] or x.dim() > 2) if found is not None and x is not None else ""
+    if not how:
         return None
     why = Reason.MERGED(
-        f"the weight is computed in each step from a product of rank {rank}, in another form than a factor "
-        "times the product, or that plus a frozen weight"
+        f"the weight is computed in each step {how}, in another form than a factor times a product of low "
+        "rank, or that plus a frozen weight"
     )
-    return Reported(node, Rejected(why), {"input": text(tensor(node.all_input_nodes[0]))})
+    return Reported(node, Rejected(why, "in inference, compute the weight once"), {"input": text(x)})

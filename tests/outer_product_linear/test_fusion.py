@@ -138,6 +138,28 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "three factors": (
         lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :] * u[:, :, None]).flatten(1), w, b), None,
     ),
+    "bilinear": (lambda u, v, w, b: F.bilinear(u, v, w.view(N, P, Q), b), "bilinear"),
+    "an einsum of three": (
+        lambda u, v, w, b: torch.einsum("bp,bq,npq->bn", u, v, w.view(N, P, Q)) + b, "3 tensors",
+    ),
+    "Kronecker factors": (
+        lambda u, v, w, b: torch.einsum("bij,im,jn->bmn", w[:4, :6].view(4, 2, 3), u[:2], v[:3]),
+        "3 tensors",
+    ),
+    "an einsum of three without a weight": (
+        lambda u, v, w, b: torch.einsum("bp,bp,bp->b", u, u * 2, u * 3), None,
+    ),
+    "channels of a convolution": (  # xDeepFM
+        lambda u, v, w, b: F.conv1d(
+            torch.einsum("bpd,bqd->bpqd", u[:, :, None] * b[:5], v[:, :, None] * b[:5]).flatten(1, 2),
+            w[:, :, None],
+        ), "convolution",
+    ),
+    "channels of a convolution, multiplied": (
+        lambda u, v, w, b: F.conv1d(
+            (u[:, :, None, None] * v[:, None, :, None] * b[:5]).flatten(1, 2), w[:, :, None]
+        ), None,
+    ),
     "used elsewhere": (
         lambda u, v, w, b: both((u[:, :, None] * v[:, None, :]).flatten(1), w, b), "used-elsewhere",
     ),

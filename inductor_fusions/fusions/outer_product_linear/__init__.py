@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from ... import config
@@ -147,9 +148,9 @@ FUSION = Fusion(
 )
 
 
-@FUSION.anchor(lambda: spellings("linear", "matmul", "addmm"))
+@FUSION.anchor(lambda: [*spellings("linear", "matmul", "addmm", "einsum"), F.bilinear, torch.conv1d])
 def read(scope: DynamoScope, match: Match) -> Candidate | None:
-    """A linear on a flattened outer product."""
+    """A linear on a flattened outer product, and what computes the same otherwise."""
     node = match.output_node()
     site = recognise.site(node)
     if site is not None:

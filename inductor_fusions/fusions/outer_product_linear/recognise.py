@@ -18,11 +18,12 @@ from torch import fx
 from ..._inductor import known_true
 from ...fusion import Rejected
 from ...graph.einsum import equation
-from ...graph.torch_ops import CASTS, VIEWS, Op, linear_of, read
+from ...graph.torch_ops import CASTS, TRANSPOSES, VIEWS, Op, linear_of, read
 from ...operands import same_shape, tensor
 
 OTHER_ROWS = "the factors have different rows, such as all pairs of the rows of two tensors"
 _POINTWISE = frozenset("mul div relu tanh sigmoid dropout".split())
+COLUMNS = "a convolution reads the products of the rows, as channels of each column"
 BETWEEN = "another operation is between the outer product and the linear"
 #: Views that keep the elements in their order. `getitem` is one where it only adds dims.
 _VIEWS = VIEWS | {"contiguous"}
@@ -66,49 +67,86 @@ def site(node: fx.Node) -> Site | None:
 
 
 def unread(node: fx.Node) -> str:
-    """Which other products of several tensors a linear reads, as a flattened row; else ""."""
-    found = linear_of(node)
-    x: Any = None if found is None else found[0]
+    """Which other products of several tensors an operation multiplies by a weight; else ""."""
+    op = read(node)
+    if op is not None and op.name == "bilinear":
+        return "bilinear multiplies two vectors of each row and a weight at once"
+    if op is not None and op.name == "einsum":
+        return _of_three(op)
+    x: Any = op.rest[0] if op is not None and op.name == "conv1d" and op.rest else None
+    found, dim = linear_of(node), -1
+    if x is not None:  # channels are products, of each row (xDeepFM)
+        dim = 1
+    elif found is not None:
+        x = found[0]
     flat = tensor(x)
-    while flat is not None and (op := read(x)) is not None and not op.inplace:
+    width = flat.shape[dim] if flat is not None and flat.dim() > 1 else None
+    while width is not None and (by := read(x)) is not None and not by.inplace:
         made = tensor(x)
-        if made is not None and op.name in ("einsum", "mul"):
-            how = _of_other_factors(op, made, flat.shape[-1])
-            if how:
-                return how
-        if op.name not in _VIEWS | CASTS | _POINTWISE:
-            break
-        x = op.input
+        how = _of_other_factors(by, made, width, dim == 1) if made is not None else ""
+        if how or by.name not in _VIEWS | CASTS | TRANSPOSES | _POINTWISE:
+            return how
+        x = by.input
     return ""
 
 
-def _of_other_factors(op: Op, made: torch.Tensor, width: Any) -> str:
-    """How the row of products of `width` elements is computed; "" if it is none."""
-    if op.name == "mul":
-        parts = [tensor(side) for side in (op.input, op["other"])]
-        shapes = [part.shape for part in parts if part is not None and part.dim() == made.dim()]
-        if len(shapes) != 2 or made.dim() < 3 or not known_true(made.shape[-2] * made.shape[-1] == width):
-            return ""
-        p, q = made.shape[-2:]
-        ends = {tuple(map(str, shape[-2:])) for shape in shapes}
-        crossed = ends == {(str(p), "1"), ("1", str(q))} and "1" not in (str(p), str(q))
-        if not crossed:
-            return ""
-        return BETWEEN if same_shape(shapes[0][:-2], shapes[1][:-2]) else OTHER_ROWS
+def _of_three(op: Op) -> str:
+    """Why an einsum of three tensors is left; "" if in none of them dims are summed with two others."""
     text = op["equation"]
-    if not isinstance(text, str) or "->" not in text:
+    if not isinstance(text, str) or text.count(",") < 2:
         return ""
     inputs, _, result = text.replace(" ", "").partition("->")
     factors = inputs.split(",")
-    own = [[i for i, factor in enumerate(factors) if letter in factor] for letter in result[-len(factors) :]]
-    if len(factors) < 2 or sorted(own) != [[i] for i in range(len(factors))]:
+    for weight in factors:
+        others = [each for each in factors if each is not weight]
+        summed = {x for x in weight if x not in result and inputs.count(x) == 2}
+        rows = set(others[0]).intersection(*others[1:])
+        if sum(bool(summed & set(each)) for each in others) > 1 and not (rows and rows <= set(weight)):
+            return f"einsum {text!r} multiplies {len(factors)} tensors at once"
+    return ""
+
+
+def _of_other_factors(op: Op, made: torch.Tensor, width: Any, inner: bool) -> str:
+    """How the row of products of `width` elements is computed; "" if it is none.
+
+    Args:
+        inner: whether other dims may be behind the products.
+    """
+    if op.name in ("mul", "matmul", "bmm"):
+        parts = [tensor(side) for side in (op.input, op["other"])]
+        shapes = [part.shape for part in parts if part is not None and part.dim() == made.dim()]
+        ends = range(2, made.dim()) if inner and op.name == "mul" else [made.dim() - 1]
+        for q in ends if len(shapes) == 2 and made.dim() > 2 else ():
+            p_size, q_size = made.shape[q - 1 : q + 1]
+            pairs = {tuple(map(str, shape[q - 1 : q + 1])) for shape in shapes}
+            crossed = pairs == {(str(p_size), "1"), ("1", str(q_size))} and "1" not in (
+                str(p_size),
+                str(q_size),
+            )
+            if crossed and known_true(p_size * q_size == width):
+                same = same_shape(shapes[0][: q - 1], shapes[1][: q - 1])
+                return BETWEEN if same and not inner else COLUMNS if same else OTHER_ROWS
         return ""
-    if not known_true(math.prod(made.shape[-len(factors) :]) == width):
+    text = op["equation"] if op.name == "einsum" else None
+    if not isinstance(text, str) or "->" not in text or "," not in text:
+        return ""
+    inputs, _, result = text.replace(" ", "").partition("->")
+    factors = inputs.split(",")
+    for end in range(len(factors), len(result) + 1) if inner else [len(result)]:
+        letters = result[end - len(factors) : end]
+        own = [[i for i, factor in enumerate(factors) if letter in factor] for letter in letters]
+        at = made.dim() - len(result) + end  # of the dim behind them
+        sizes = made.shape[at - len(factors) : at]
+        if sorted(own) == [[i] for i in range(len(factors))] and known_true(math.prod(sizes) == width):
+            break
+    else:
         return ""
     if len(factors) > 2:
         return "the linear reads products of more than two tensors"
     if set(inputs) - set(result) - {","}:
         return "outer products are summed before the linear, as in an outer product mean"
+    if inner:
+        return COLUMNS
     shapes = [held.shape for side in op.rest if (held := tensor(side)) is not None]
     rows = {factor.replace(result[-1], "").replace(result[-2], "") for factor in factors}
     same = len(rows) == 1 and len(shapes) == 2 and same_shape(shapes[0][:-1], shapes[1][:-1])

@@ -347,6 +347,24 @@ def gralora(x: Any, w: Any, a: Any, b: Any) -> Any:
     return F.linear(x, w) + 2.0 * torch.einsum("bljr,jro->bljo", turned, b).reshape(2, 48, -1)
 
 
+@form(X, "frozen 128x64", (3, 8, 64), (3, 128, 8), (3, 64), left=(1, 1), reasons=("limit", "limit"))
+def mixture_by_einsum(x: Any, w: Any, a: Any, b: Any, gate: Any) -> Any:
+    weights = F.linear(x, gate).softmax(-1)
+    experts = torch.einsum("bser,eor->bseo", torch.einsum("bsd,erd->bser", x, a), b)
+    return F.linear(x, w) + torch.einsum("bseo,bse->bso", experts, weights)
+
+
+@form(X, "frozen 128x64", (8, 8, 8), left=(1, 1), reasons=("limit", "limit"))
+def rotated_input(x: Any, w: Any, q: Any) -> Any:
+    """OFT: as many columns as a block has are rotated at a time."""
+    return F.linear(torch.einsum("...gi,gij->...gj", x.view(2, 48, 8, 8), q - q.mT).reshape(2, 48, 64), w)
+
+
+@form(X, "frozen 128x64", (8, 8), left=(2, 2), reasons=("shapes", "shapes"))
+def mora(x: Any, w: Any, m: Any) -> Any:
+    return F.linear(x, w) + F.linear(x.view(2, 48, 8, 8).sum(2), m).repeat(1, 1, 16)
+
+
 @form((4, 48, 64), "frozen 4x64x128", (4, 8, 64), (128, 8, 4), left=(0, 0), reasons=("merged", "merged"))
 def adapters_of_experts(x: Any, w: Any, a: Any, b: Any) -> Any:
     """PEFT's ParamWrapper on a parameter of all experts."""

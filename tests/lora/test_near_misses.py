@@ -62,6 +62,17 @@ def test_two_products_of_a_batch_and_a_residual_are_no_adapters() -> None:
     assert not check(fn, [torch.randn(2, *s).bfloat16() for s in ((48, 64), (64, 8), (8, 64))]).sites
 
 
+def test_a_linear_attention_is_no_rotation() -> None:
+    """One square matrix multiplies the queries of each head, but it is computed from the input."""
+
+    def fn(x: Any, q: Any, k: Any, v: Any, w: Any) -> Any:
+        q, k, v = (F.linear(x, each).view(1, 48, 8, 8).transpose(1, 2) for each in (q, k, v))
+        return F.linear((q @ (k.mT @ v)).transpose(1, 2).reshape(1, 48, 64), w)
+
+    args = [torch.randn(*shape).bfloat16() / 8 for shape in ((1, 48, 64), *[(64, 64)] * 4)]
+    assert not [site for site in check(fn, args, budget=2.0).sites if site.fusion == "lora"]
+
+
 def test_float16_whose_factor_overflows() -> None:
     """What A gives is in the range of float16, twice that is not, and the result is."""
     x, w, a, b = (torch.full(shape, fill, dtype=torch.float16) for shape, fill in (

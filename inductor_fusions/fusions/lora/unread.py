@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..._inductor import known_true
 from ...block_mm import guards
 from ...fusion import Candidate, LeftToStock, Reported
 from ...graph.products import (
@@ -20,6 +21,7 @@ from ...graph.products import (
     is_pointwise,
     is_sum,
     product,
+    readers,
     summands,
     tensor,
     through,
@@ -31,7 +33,7 @@ from .adapters import MOST_RANK, step
 aten = torch.ops.aten
 
 #: Anchors.
-BASES = (aten.embedding.default, aten.convolution.default, aten.bmm.default)
+BASES = (aten.embedding.default, aten.convolution.default, aten.bmm.default, aten.repeat.default)
 EMBEDDING = Reason.NO_MATRIX(
     "the adapter belongs to an embedding, whose base is a look-up and not a matrix product"
 )
@@ -43,13 +45,22 @@ CONVOLVED = Reason.NO_MATRIX(
 BATCH = Reason.LIMIT(
     "the adapters are a batch, one for each sample, expert or block, and the kernels support one matrix each"
 )
+ROTATED = Reason.LIMIT(
+    "blocks of the columns of the linear's input are multiplied by a matrix each (OFT), a batch of products, "
+    "and the kernels support one matrix each"
+)
+REPEATED = Reason.SHAPES("the result of a narrow product is repeated to the columns of the base (MoRA)")
 MERGED = Reason.MERGED(
     "the matrices of a batch, one for each expert, are added to products of low rank in each step"
 )
+#: The most operations that make the blocks of a rotation.
+_MOST_OF_BLOCKS = 64
+#: What may be between the experts' results and the base: a sum of them, with weights.
+_SUMS = (aten.bmm.default, aten.mul.Tensor, aten.sum.dim_IntList)
 #: What may be between both products: channels in front, blocks in another order.
 _TURNED = (
-    aten.permute.default, aten.clone.default, aten.split.Tensor, aten.split_with_sizes.default,
-    operator.getitem,
+    aten.permute.default, aten.clone.default, aten.expand.default, aten.split.Tensor,
+    aten.split_with_sizes.default, operator.getitem,
 )  # fmt: skip
 
 
@@ -80,16 +91,22 @@ def _of_up(up: fx.Node) -> str:
     if up.target is aten.bmm.default:
         narrow: Any = up.args[0]
         first = _turned(_core(narrow))
-        if not isinstance(first, fx.Node) or first.target is not aten.bmm.default:
-            return MERGED if _is_merged(up.args[1]) else ""
-        x: Any = first.args[0]
-        rank, inner, columns = value(narrow).shape[2], value(x).shape[2], value(up).shape[2]
+        packed = product(first)
+        count, rank, columns = value(narrow).shape[0], value(narrow).shape[2], value(up).shape[2]
+        if packed is not None:  # the experts share x: each A has some columns of one
+            wide = not known_true(value(packed.node).shape[1] == count * rank)
+            inner = 0 if wide else packed.inner
+        elif isinstance(first, fx.Node) and first.target is aten.bmm.default:
+            x: Any = first.args[0]
+            inner = value(x).shape[2]
+        else:
+            return MERGED if _is_merged(up.args[1]) else ROTATED if _rotates(up) else ""
         sizes = all(isinstance(size, int) for size in (rank, inner, columns))
         fits = sizes and rank <= MOST_RANK and 2 * rank <= min(inner, columns)
-        last = up
-        while len(last.users) == 1 and ((user := next(iter(last.users))).target in (*_TURNED, *RESHAPES)):
-            last = user
-        return BATCH if fits and any(map(_adds_product, additions_behind([last]))) else ""
+        return BATCH if fits and _is_added(up, (*_TURNED, *RESHAPES, *_SUMS)) else ""
+    if up.target is aten.repeat.default:
+        found = product(_turned(up.args[0]))
+        return REPEATED if found is not None and _is_narrow(found.node, 1) and _is_added(up, ()) else ""
     weight: Any = up.args[1]
     if not _is_convolution(up) or any(size != 1 for size in value(weight).shape[2:]):
         return ""
@@ -99,6 +116,39 @@ def _of_up(up: fx.Node) -> str:
     if found is None or found.inner < 2 * value(found.node).shape[1]:
         return ""
     return UP if _is_narrow(found.node, 1) else ""
+
+
+def _is_added(node: fx.Node, passed: Sequence[Any]) -> bool:
+    """Whether a result is added to a product, behind operations of `passed`."""
+    waiting = [node]
+    for each in waiting:
+        waiting += [user for user in each.users if user.target in passed and user not in waiting]
+    ends = [user for each in waiting for user in each.users if user.target not in passed]
+    return any(map(_adds_product, additions_behind([node, *ends])))
+
+
+def _rotates(node: fx.Node) -> bool:
+    """Whether square matrices multiply blocks of the columns of a matrix, whose product with another is next.
+
+    The blocks are no activations: a linear attention looks the same otherwise.
+    """
+    x: Any = node.args[0]
+    blocks: Any = node.args[1]
+    source = _turned(x)
+    _, rank, columns = value(blocks).shape
+    width = value(source).shape[-1] if tensor(source) is not None and value(source).dim() else 0
+    sizes = all(isinstance(size, int) for size in (rank, columns, width))
+    if not sizes or rank != columns or rank > MOST_RANK or width <= rank or width % rank:
+        return False
+    seen, waiting = set[fx.Node](), [blocks]
+    while waiting:
+        each = waiting.pop()
+        if product(each) is not None or len(seen) > _MOST_OF_BLOCKS:
+            return False
+        waiting += [] if each in seen else each.all_input_nodes
+        seen.add(each)
+    last = [each for each in readers(node, frozenset((*_TURNED, *RESHAPES))) if product(each) is not None]
+    return any(p is not None and p.inner == width for p in map(product, last))
 
 
 def _adds_product(node: fx.Node) -> bool:

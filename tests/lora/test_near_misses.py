@@ -66,7 +66,8 @@ def test_a_linear_attention_is_no_rotation() -> None:
     """One square matrix multiplies the queries of each head, but it is computed from the input."""
 
     def fn(x: Any, q: Any, k: Any, v: Any, w: Any) -> Any:
-        q, k, v = (F.linear(x, each).view(1, 48, 8, 8).transpose(1, 2) for each in (q, k, v))
+        inputs = ((x, q), (x.flip(1), k), (x.flip(2), v))  # not fused with each other
+        q, k, v = (F.linear(each, w).view(1, 48, 8, 8).transpose(1, 2) for each, w in inputs)
         return F.linear((q @ (k.mT @ v)).transpose(1, 2).reshape(1, 48, 64), w)
 
     args = [torch.randn(*shape).bfloat16() / 8 for shape in ((1, 48, 64), *[(64, 64)] * 4)]

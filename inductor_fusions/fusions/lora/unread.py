@@ -91,19 +91,17 @@ def _of_up(up: fx.Node) -> str:
     if up.target is aten.bmm.default:
         narrow: Any = up.args[0]
         first = _turned(_core(narrow))
-        packed = product(first)
         count, rank, columns = value(narrow).shape[0], value(narrow).shape[2], value(up).shape[2]
-        if packed is not None:  # the experts share x: each A has some columns of one
-            wide = not known_true(value(packed.node).shape[1] == count * rank)
-            inner = 0 if wide else packed.inner
+        inner: Any = 0
+        if (packed := product(first)) is not None:  # the experts share x: each A has some columns of one
+            inner = packed.inner if known_true(value(packed.node).shape[1] == count * rank) else 0
         elif isinstance(first, fx.Node) and first.target is aten.bmm.default:
             x: Any = first.args[0]
             inner = value(x).shape[2]
-        else:
-            return MERGED if _is_merged(up.args[1]) else ROTATED if _rotates(up) else ""
         sizes = all(isinstance(size, int) for size in (rank, inner, columns))
-        fits = sizes and rank <= MOST_RANK and 2 * rank <= min(inner, columns)
-        return BATCH if fits and _is_added(up, (*_TURNED, *RESHAPES, *_SUMS)) else ""
+        if sizes and rank <= MOST_RANK and 2 * rank <= min(inner, columns):
+            return BATCH if _is_added(up, (*_TURNED, *RESHAPES, *_SUMS)) else ""
+        return MERGED if _is_merged(up.args[1]) else ROTATED if _rotates(up) else ""
     if up.target is aten.repeat.default:
         found = product(_turned(up.args[0]))
         return REPEATED if found is not None and _is_narrow(found.node, 1) and _is_added(up, ()) else ""

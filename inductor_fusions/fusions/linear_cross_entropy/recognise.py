@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from ..._inductor import known_true
@@ -29,6 +30,11 @@ _LOSSES = ("cross_entropy", "nll_loss")
 _REDUCTIONS: dict[Any, str] = {0: "none", 1: "mean", 2: "sum"}
 #: The operations of hand-written losses.
 _SOFTMAXES = ("log_softmax", "logsumexp")
+#: Other losses, whose logits no kernel reads.
+_OTHERS = {
+    "softmax": "the loss reads probabilities of a softmax, and not its logarithm, a log_softmax",
+    "binary_cross_entropy_with_logits": "the loss is binary, of each class, and not of a softmax",
+}
 #: What may stand between logits and a loss.
 _PASSED = (
     frozenset("mul div add sub tanh sigmoid getitem stack unbind split split_with_sizes chunk gather".split())
@@ -84,12 +90,20 @@ def site(node: fx.Node) -> Site | Unread | None:
 
 
 def written_out(node: fx.Node) -> Unread | None:
-    """The softmax of a linear's logits that no loss above reads, as in distillation or an entropy."""
+    """The softmax of a linear's logits that no loss above reads, as in distillation, or another loss."""
     op = read(node)
-    if op is None or op.name not in _SOFTMAXES or not log_probabilities.is_over_last(op):
+    if op is None:
+        return None
+    logits = op.input
+    if op.name == "binary_cross_entropy_with_logits":
+        logits = op.rest[0] if op.rest else None
+    elif op.name not in (*_SOFTMAXES, "softmax") or not log_probabilities.is_over_last(op):
+        return None
+    following = {by.name for user in readers(node) if (by := read(user)) is not None}
+    if op.name == "softmax" and not following & {"log", "gather", "take_along_dim"}:
         return None
     try:
-        found = walk(op.input, [], [])
+        found = walk(logits, [], [])
     except Rejected:
         return None
     h, w = tensor(found.h), tensor(found.w)
@@ -100,6 +114,8 @@ def written_out(node: fx.Node) -> Unread | None:
     # A few classes are those of a router or a classifier, whose logits are small.
     if not ends or not known_true(w.numel() >= h.shape[-1] ** 2):
         return None
+    if op.name in _OTHERS:
+        return Unread(node, Reason.LOSS.rejected(_OTHERS[op.name], "F.cross_entropy(logits, labels)"))
     what = " and ".join(sorted(ends)[:4])
     return Unread(
         node,
@@ -151,7 +167,8 @@ def spelled() -> list[Any]:
 
 def spelled_out() -> list[Any]:
     """The targets of hand-written losses."""
-    return spellings(*_SOFTMAXES)
+    binary = F.binary_cross_entropy_with_logits, torch.binary_cross_entropy_with_logits
+    return [*spellings(*_SOFTMAXES, "softmax"), *binary]
 
 
 def _loss(op: Op) -> Site:

@@ -41,6 +41,12 @@ _MOST_BETWEEN = 24
 PERMUTES = (aten.permute.default, aten.t.default)
 
 
+def is_low_rank(rank: Any, *sizes: Any) -> bool:
+    """Whether a size may be the rank of an adapter between these sizes, all of which must be known."""
+    known = all(isinstance(size, int) for size in (rank, *sizes))
+    return known and rank <= MOST_RANK and all(2 * rank <= size for size in sizes)
+
+
 @dataclass(frozen=True)
 class Source:
     """A matrix as it was before it was widened, scaled and viewed.
@@ -194,7 +200,7 @@ def adapter_of(node: fx.Node) -> Adapter | None:
         return None
     up = _of_padded_rank(replace(found, bias=None))
     rank = value(up.a).shape[1]
-    if not isinstance(rank, int) or rank > MOST_RANK:
+    if not is_low_rank(rank):
         return None
     read: Any = up.a
     scale, factor = up.scale, None
@@ -260,7 +266,7 @@ def _of_packed(up: Product) -> Adapter | None:
     if part is None or part.base.bias is not None or part.count != value(up.a).shape[1]:
         return None
     width, inner = value(part.base.node).shape[1], value(part.base.a).shape[1]
-    if not isinstance(width, int) or width > MOST_RANK or (isinstance(inner, int) and inner < 2 * width):
+    if not is_low_rank(width) or (isinstance(inner, int) and inner < 2 * width):
         return None
     return Adapter(up, part.base, up.scale, None, up.a)
 

@@ -19,7 +19,7 @@ from ...graph.products import RESHAPES, Product, product, readers, restored, sca
 from ...operands import known_size, tokens_of
 from ...reasons import Reason
 from . import narrow, profit
-from .adapters import MOST_RANK, PERMUTES, source, unrounded
+from .adapters import PERMUTES, is_low_rank, source, unrounded
 from .emitter import Emitter
 from .op import NARROW_MM
 
@@ -104,7 +104,7 @@ def _only_for_weights(down: Product) -> bool:
     if down.bias is not None:
         return False
     rank, inner = value(node).shape[1], value(down.a).shape[1]
-    if not isinstance(rank, int) or rank > MOST_RANK or (isinstance(inner, int) and inner <= 2 * rank):
+    if not is_low_rank(rank) or (isinstance(inner, int) and inner <= 2 * rank):
         return False
     for user in readers(node, RESHAPES):
         if user.target is NARROW_MM and user.args[4]:

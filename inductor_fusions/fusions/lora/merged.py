@@ -26,7 +26,7 @@ from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, TRANSPOSES, VIEWS, Op, linear_of, read
 from ...operands import check_device, check_kind, tensor, text
 from ...reasons import Reason
-from .adapters import MOST_RANK
+from .adapters import is_low_rank
 from .inputs import Inputs
 from .second_product import made, scaled_by
 
@@ -168,11 +168,8 @@ def _made(weight: fx.Node, is_linear: bool) -> str:
         seen.add(node)
         if op.name in ("matmul", "addmm"):
             left = tensor(op["mat1"] if op.name == "addmm" else op.input)
-            sizes: list[Any] = [] if left is None else [left.shape[-1], *value.shape]
-            if len(sizes) == 3 and all(isinstance(size, int) for size in sizes):
-                rank = int(sizes[0])
-                if rank <= MOST_RANK and 2 * rank <= min(sizes[1:]):
-                    return f"from a product of rank {rank}"
+            if left is not None and value.dim() == 2 and is_low_rank(left.shape[-1], *value.shape):
+                return f"from a product of rank {int(left.shape[-1])}"
         makes = op.name in _MAKES or op.name.startswith("fft_")
         if is_linear and (makes or (op.name in _ROTATES and _has_as_many(op, weight))):
             how = how or f"by {op.name}"
@@ -206,11 +203,7 @@ def _is_narrow(a: fx.Node, b: fx.Node, rows: bool) -> bool:
     down, up = tensor(a), tensor(b)
     if down is None or up is None or down.dim() != 2 or up.dim() != 2:
         return False
-    sizes = (*(down.shape if rows else down.shape[::-1]), up.shape[0 if rows else 1])
-    if not all(isinstance(size, int) for size in sizes):
-        return False
-    rank, inner, outer = sizes
-    return bool(rank <= MOST_RANK and 2 * rank <= min(inner, outer))
+    return is_low_rank(*(down.shape if rows else down.shape[::-1]), up.shape[0 if rows else 1])
 
 
 class MergedWeight(Candidate):

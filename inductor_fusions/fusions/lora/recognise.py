@@ -138,15 +138,23 @@ def _is_around(read: Linear, top: fx.Node) -> bool:
     """Whether the last addition only adds something to a linear, such as a residual: a pointwise tail."""
     arguments = [x for x, _ in summands(top)] or top.args[:1]
     for node in arguments if read.rest is not None else ():
-        while isinstance(node, fx.Node) and len(node.users) == 1 and node.target in (*RESHAPES, *CASTS):
-            node = node.args[0]
-        if not isinstance(node, fx.Node) or len(node.users) != 1 or not is_sum(node):
+        found = sum_in(node)
+        if found is None:
             continue
-        inner = _read(node)
+        inner = _read(found)
         whole = (len(read.adapters), len(read.bases), "")
         if inner.rest is None and (len(inner.adapters), len(inner.bases), inner.problem) == whole:
             return True
     return False
+
+
+def sum_in(node: Any) -> fx.Node | None:
+    """The addition behind casts and reshapes, which nothing else reads."""
+    while isinstance(node, fx.Node) and len(node.users) == 1 and not is_sum(node):
+        if node.target not in RESHAPES and node.target not in CASTS:
+            return None
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) and len(node.users) == 1 else None
 
 
 def _read(top: fx.Node) -> Linear:

@@ -12,7 +12,7 @@ from torch import fx
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, Op, linear_of, read
 from ...operands import same_shape, tensor
-from .adapters import MOST_RANK
+from .adapters import is_low_rank
 from .op import LORA_DOWN, LORA_DROPPED_DOWN
 
 #: How far A may be from B, and B from the sum.
@@ -29,10 +29,8 @@ def is_up(node: fx.Node) -> bool:
     narrow, wide = tensor(found[0]), tensor(node)
     if narrow is None or wide is None or not wide.is_floating_point():
         return False
-    rank, columns = narrow.shape[-1], wide.shape[-1]
-    if not isinstance(rank, int) or not isinstance(columns, int) or not 2 * rank <= columns:
-        return False
-    return rank <= MOST_RANK and _has_down(found[0], rank)
+    rank = narrow.shape[-1]
+    return is_low_rank(rank, wide.shape[-1]) and _has_down(found[0], rank)
 
 
 def _has_down(node: Any, rank: int) -> bool:
@@ -42,7 +40,7 @@ def _has_down(node: Any, rank: int) -> bool:
         read_before = isinstance(node, fx.Node) and node.target in (LORA_DOWN, LORA_DROPPED_DOWN)
         x = tensor(source[0] if source is not None else node.args[0] if read_before else None)
         if x is not None:
-            return isinstance(x.shape[-1], int) and x.shape[-1] >= 2 * rank
+            return is_low_rank(rank, x.shape[-1])
         op = read(node)
         if op is None or op.name not in _POINTWISE:
             return False

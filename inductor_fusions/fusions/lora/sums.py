@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import fx
 
-from ...graph.products import CASTS, RESHAPES, additions_behind, is_sum, product, summands, value
+from ...graph.products import additions_behind, product, summands, value
 from ...reasons import Reason
 from .adapters import step
-from .recognise import BROADCAST, NO_PRODUCT, Linear, Reader, leads_to_adapter
+from .recognise import BROADCAST, NO_PRODUCT, Linear, Reader, leads_to_adapter, sum_in
 
 
 def sums(found: Sequence[Linear]) -> list[Linear]:
@@ -67,19 +67,10 @@ def innermost(top: fx.Node) -> Linear:
         others = [x for x in arguments if not leads_to_adapter(x)]
         if len(inside) != 1 or len(others) != 1 or _leads_to_product(others[0]):
             return read
-        deeper = _sum_in(inside[0])
+        deeper = sum_in(inside[0])
         if deeper is None:
             return read
         top = deeper
-
-
-def _sum_in(node: Any) -> fx.Node | None:
-    """The addition behind casts and reshapes."""
-    while isinstance(node, fx.Node) and len(node.users) == 1 and not is_sum(node):
-        if node.target not in RESHAPES and node.target not in CASTS:
-            return None
-        node = node.args[0]
-    return node if isinstance(node, fx.Node) and len(node.users) == 1 else None
 
 
 def _leads_to_product(node: Any) -> bool:

@@ -28,7 +28,7 @@ from ...graph.products import (
     value,
 )
 from ...reasons import Reason
-from .adapters import MOST_RANK, step
+from .adapters import MOST_RANK, is_low_rank, step
 
 aten = torch.ops.aten
 
@@ -98,22 +98,22 @@ def _of_up(up: fx.Node) -> str:
         elif isinstance(first, fx.Node) and first.target is aten.bmm.default:
             x: Any = first.args[0]
             inner = value(x).shape[2]
-        sizes = all(isinstance(size, int) for size in (rank, inner, columns))
-        if sizes and rank <= MOST_RANK and 2 * rank <= min(inner, columns):
+        if is_low_rank(rank, inner, columns):
             return BATCH if _is_added(up, (*_TURNED, *RESHAPES, *_SUMS)) else ""
         return MERGED if _is_merged(up.args[1]) else ROTATED if _rotates(up) else ""
     if up.target is aten.repeat.default:
         found = product(_turned(up.args[0]))
-        return REPEATED if found is not None and _is_narrow(found.node, 1) and _is_added(up, ()) else ""
+        narrow = found is not None and is_low_rank(value(found.node).shape[1])
+        return REPEATED if narrow and _is_added(up, ()) else ""
     weight: Any = up.args[1]
     if not _is_convolution(up) or any(size != 1 for size in value(weight).shape[2:]):
         return ""
     found = product(_turned(up.args[0]))
-    if found is None and _is_narrow(weight, 1) and 2 * value(weight).shape[1] <= value(up).shape[2]:
+    if found is None and is_low_rank(value(weight).shape[1], value(up).shape[2]):
         return CONVOLVED if value(up).shape[0] == 1 and _is_weight(up) else ""
     if found is None or found.inner < 2 * value(found.node).shape[1]:
         return ""
-    return UP if _is_narrow(found.node, 1) else ""
+    return UP if is_low_rank(value(found.node).shape[1]) else ""
 
 
 def _is_added(node: fx.Node, passed: Sequence[Any]) -> bool:
@@ -174,9 +174,8 @@ def _is_merged(matrices: Any) -> bool:
         found = _turned(_core(term))
         if isinstance(found, fx.Node) and found.target is aten.bmm.default:
             left: Any = found.args[0]
-            rank, *sizes = value(left).shape[2], *value(found).shape[1:]
-            if all(isinstance(size, int) for size in (rank, *sizes)) and rank <= MOST_RANK:
-                return bool(2 * rank <= min(sizes))
+            if is_low_rank(value(left).shape[2], *value(found).shape[1:]):
+                return True
     return False
 
 
@@ -218,15 +217,19 @@ def _reason(base: Any, up: Any) -> str:
     if p is not None:
         down = _core(p.a)
         both = [batch[0] for x in (base, down) if (batch := batched_linear(x)) is not None]
-        if len(both) == 2 and identity(both[0]) == identity(both[1]) and _is_narrow(down, -1):
+        if len(both) == 2 and identity(both[0]) == identity(both[1]) and is_low_rank(value(down).shape[-1]):
             return guards.BATCHED_LINEAR
         found = _is_embedding(base) and _is_embedding(down) and base.args[1] is down.args[1]
-        return EMBEDDING if found and _is_narrow(down, -1) else ""
+        return EMBEDDING if found and is_low_rank(value(down).shape[-1]) else ""
     if not _is_convolution(base) or not _is_convolution(up):
         return ""
     weight: Any = up.args[1]
     kernel, down = value(weight).shape[2:], _core(up.args[0])
-    if any(size != 1 for size in kernel) or not _is_convolution(down) or not _is_narrow(down, 1):
+    if (
+        any(size != 1 for size in kernel)
+        or not _is_convolution(down)
+        or not is_low_rank(value(down).shape[1])
+    ):
         return ""
     inputs: list[Any] = [base.args[0], down.args[0]]
     first, second = (through(x, CASTS) for x in inputs)
@@ -239,8 +242,3 @@ def _is_embedding(node: Any) -> bool:
 
 def _is_convolution(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target is aten.convolution.default and tensor(node) is not None
-
-
-def _is_narrow(down: fx.Node, dim: int) -> bool:
-    rank = value(down).shape[dim]
-    return isinstance(rank, int) and rank <= MOST_RANK

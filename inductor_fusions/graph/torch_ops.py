@@ -61,6 +61,7 @@ _BY_ARGUMENTS = {
     "input source destination": "movedim moveaxis", "input index": "getitem", "input name": "getattr",
     "input repeats dim": "repeat_interleave", "input dim start length": "narrow",
     "input dim start end step": "slice", "input sizes dim": "split split_with_sizes",
+    "input chunks dim": "chunk",
 }  # fmt: skip
 #: Names of the arguments, in positional order, of every operation that is read.
 SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -83,7 +84,6 @@ VIEWS = frozenset(
     "view reshape flatten unflatten view_as reshape_as _unsafe_view squeeze unsqueeze".split()
 )  #: row-major order of elements is kept
 TRANSPOSES = frozenset("transpose swapaxes swapdims permute t".split())
-_MOVES = frozenset({"movedim", "moveaxis"})
 CASTS = frozenset(
     "to type_as type _to_copy convert_element_type float half bfloat16 double bool int long".split()
 )
@@ -350,62 +350,3 @@ def dropout_p(op: Op) -> float:
     if not isinstance(p, (int, float)) or not isinstance(training, bool):
         raise Reason.NOT_A_TENSOR.rejected("the probability of a dropout is not a constant")
     return float(p)
-
-
-def permutation(op: Op) -> list[int] | None:
-    """The permutation of a transpose, permute, `movedim`, `x.T` or `x.mT`; None for other operations.
-
-    Dim i of the result is dim `permutation[i]` of the input. None also if the dims are not constants.
-    """
-    source = tensor(op.input)
-    if source is None or op.name not in TRANSPOSES | _MOVES | {"getattr"}:
-        return None
-    rank = source.dim()
-    dims = list(range(rank))
-    if op.name == "permute":
-        given = op["dims"] if op["dims"] is not None else (op.rest or op["dim"])
-        if given and isinstance(given[0], (list, tuple)):
-            given = given[0]
-        if not given or not all(isinstance(d, int) for d in given):
-            return None
-        return [d % rank for d in given]
-    if op.name in _MOVES:
-        ends = [x if isinstance(x, (list, tuple)) else (x,) for x in (op["source"], op["destination"])]
-        if not all(isinstance(d, int) for each in ends for d in each):
-            return None
-        moved = {to % rank: start % rank for start, to in zip(*ends, strict=True)}
-        rest = iter([d for d in dims if d not in moved.values()])
-        return [moved[d] if d in moved else next(rest) for d in dims]
-    if op.name == "t" or (op.name == "getattr" and op["name"] == "T"):
-        return dims[::-1]
-    if op.name == "getattr":
-        return [*dims[:-2], dims[-1], dims[-2]] if op["name"] in ("mT", "mH") else None
-    first, second = op["dim0"], op["dim1"]
-    first = op.args.get("axis0", first)
-    second = op.args.get("axis1", second)
-    if not isinstance(first, int) or not isinstance(second, int):
-        return None
-    dims[first % rank], dims[second % rank] = dims[second % rank], dims[first % rank]
-    return dims
-
-
-def permuted_by(node: Any, dims: list[int]) -> fx.Node | None:
-    """The input of a permutation by these dims; None for other nodes."""
-    op = read(node)
-    if op is None or op.inplace or permutation(op) != dims:
-        return None
-    return op.input if isinstance(op.input, fx.Node) else None
-
-
-def appends_dim(op: Op) -> bool:
-    """Whether an operation is `x.unsqueeze(-1)` or `x[..., None]`."""
-    after = tensor(op.node)
-    if after is None:
-        return False
-    if op.name == "unsqueeze":
-        return isinstance(op["dim"], int) and op["dim"] % after.dim() == after.dim() - 1
-    if op.name != "getitem" or not isinstance(op["index"], tuple):
-        return False
-    *others, last = op["index"]
-    whole = all(i is Ellipsis or i == slice(None) for i in others)
-    return whole and last is None and (Ellipsis in others or len(others) == after.dim() - 1)

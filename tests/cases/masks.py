@@ -101,6 +101,8 @@ BOTH_SIDES: dict[str, Callable[[Any], Any]] = {
 ONE_SIDE: dict[str, Callable[[Any], Any]] = {
     "abs": lambda n: (distance(n).abs() <= WIDTH) & (distance(n) >= 0),
     "tril of abs": lambda n: (distance(n).abs() < WIDTH).tril(),
+    "part of a larger one": lambda n: (distance(2 * n).abs() < WIDTH).tril().narrow(0, 5, n).narrow(1, 5, n),
+    "last of two parts": lambda n: (distance(2 * n).abs() < WIDTH).tril().split(n)[1].chunk(2, -1)[1],
     "sum of triangles": lambda n: sum(bands(n)) == 0,
     "product of triangles": lambda n: torch.ones(n, n).tril() * torch.ones(n, n).triu(-WIDTH) > 0,
     # Of numbers: 0 and minus infinity.

@@ -17,6 +17,7 @@ from torch import fx
 from ..._inductor import known_true
 from ...fusion import Rejected
 from ...graph import torch_ops
+from ...graph.dims import permutation
 from ...operands import same_shape
 from ...reasons import Reason
 from .operands import Operand, alignment, product
@@ -177,7 +178,7 @@ def permuted(operand: Operand, order: Sequence[int]) -> Operand:
     if list(order) == list(range(len(order))):
         return operand
     op = torch_ops.read(operand.node)
-    dims = torch_ops.permutation(op) if op is not None and not operand.steps else None
+    dims = permutation(op) if op is not None and not operand.steps else None
     base = (
         Operand.of(op.input)
         if op is not None and dims is not None and isinstance(op.input, fx.Node)

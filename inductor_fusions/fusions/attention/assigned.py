@@ -15,6 +15,7 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...effects.inplace import arguments
+from ...graph.dims import bounds, per_dim
 from ...graph.torch_ops import concrete, read, tensor
 from ...operands import same_shape
 from ...reasons import Reason
@@ -124,31 +125,11 @@ def region(writer: fx.Node, scores: fx.Node) -> Region | None:
 
 def _places(index: Any, shape: Sequence[Any]) -> tuple[tuple[Any, Any], ...] | None:
     """(start, stop) in each dim of what an index takes; None where it takes more than a box."""
-    given = index if isinstance(index, tuple) else (index,)
-    if sum(each is Ellipsis for each in given) > 1:
+    parts = per_dim(index, len(shape))
+    if parts is None or not all(isinstance(part, slice) and part.step in (None, 1) for part in parts):
         return None
-    if not all(each is Ellipsis or isinstance(each, slice) for each in given):
-        return None
-    before = given.index(Ellipsis) if Ellipsis in given else len(given)
-    after = given[before + 1 :]
-    missing = len(shape) - before - len(after)
-    if missing < 0:
-        return None
-    slices = (*given[:before], *[slice(None)] * missing, *after)
-    places = []
-    for each, size in zip(slices, shape, strict=True):
-        if each.step not in (None, 1):
-            return None
-        start, stop = (_counted(at, size, default) for at, default in ((each.start, 0), (each.stop, size)))
+    places = tuple(bounds(part, size) for part, size in zip(parts, shape, strict=True))
+    for (start, stop), size in zip(places, shape, strict=True):
         if not known_true(start >= 0) or not known_true(start < stop) or not known_true(stop <= size):
             return None
-        places.append((start, stop))
-    return tuple(places)
-
-
-def _counted(at: Any, size: Any, default: Any) -> Any:
-    """A bound of a slice, counted from the front."""
-    if at is None:
-        return default
-    found = at + size if known_true(at < 0) else at
-    return size if known_true(found > size) else found
+    return places

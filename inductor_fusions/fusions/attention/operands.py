@@ -17,6 +17,7 @@ from torch import fx
 from ..._inductor import known_true
 from ...graph import torch_ops
 from ...graph.builder import Builder
+from ...graph.dims import permutation
 from ...operands import same_shape
 
 #: The name of a method of tensors, or a function, and its arguments after the tensor.
@@ -199,7 +200,7 @@ def _unrepeated(node: fx.Node, dim: int) -> tuple[Operand, int] | None:
     if op.name in torch_ops.COPIES or (op.name in torch_ops.CASTS and torch_ops.same_dtype_device(op)):
         return _unrepeated(op.input, dim)
     if op.name in torch_ops.TRANSPOSES:
-        dims = torch_ops.permutation(op)
+        dims = permutation(op)
         if dims is None:
             return None
         found = _unrepeated(op.input, dims[dim])

@@ -13,6 +13,7 @@ from torch import fx
 from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
+from ...graph.dims import permutation, selection
 from ...graph.torch_ops import (
     ADDING,
     CASTS,
@@ -20,9 +21,7 @@ from ...graph.torch_ops import (
     EQUATIONS,
     PRODUCTS,
     Op,
-    concrete,
     dropout_p,
-    permutation,
     read,
     reads_metadata,
     tensor,
@@ -392,59 +391,17 @@ def _zeroed(op: Op, weights: fx.Node, number: Callable[[Any], float | None], at:
 
 def _without_column(op: Op, first: bool) -> fx.Node | None:
     """What holds the weights without their last column, or their first one, where an operation drops it."""
-    before = tensor(op.input)
-    if before is None:
+    node, parts = op.node, value(op.node)
+    if isinstance(parts, (tuple, list)):
+        if len(parts) != 2 or len(readers(node)) != 1:
+            return None
+        (node,) = readers(node)
+    taken = selection(node)
+    before = None if taken is None else tensor(taken.source)
+    if taken is None or before is None or taken.dims != [before.dim() - 1]:
         return None
-    if op.name in ("split", "split_with_sizes"):
-        return _part_of_split(op, before, first)
-    dim, start, stop, step = _taken(op, before)
-    last = isinstance(dim, int) and dim % before.dim() == before.dim() - 1
-    if not last or not all(at is None or isinstance(at, (int, torch.SymInt)) for at in (start, stop, step)):
+    part, columns = taken.index[-1], before.shape[-1]
+    start, stop = (1, columns) if first else (0, columns - 1)
+    if not isinstance(part, slice) or part.step is not None:
         return None
-    if step is not None and not known_true(step == 1):
-        return None
-    columns = before.shape[-1]
-    start, stop = (_place(at, columns, default) for at, default in ((start, 0), (stop, columns)))
-    if first:
-        return op.node if known_true(start == 1) and known_true(stop >= columns) else None
-    return op.node if known_true(start == 0) and known_true(stop == columns - 1) else None
-
-
-def _taken(op: Op, before: torch.Tensor) -> tuple[Any, Any, Any, Any]:
-    """(dim, start, stop, step) of an operation that takes a range of one dim; Nones of any other."""
-    if op.name == "narrow":
-        dim, start, length = (concrete(op[name]) for name in ("dim", "start", "length"))
-        numbers = all(isinstance(n, (int, torch.SymInt)) for n in (start, length))
-        return (dim, start, start + length, 1) if numbers and known_true(start >= 0) else (None,) * 4
-    if op.name == "slice":
-        return tuple(concrete(op[name]) for name in ("dim", "start", "end", "step"))
-    if op.name == "getitem":
-        index = op["index"] if isinstance(op["index"], tuple) else (op["index"],)
-        whole = all(i is Ellipsis or i == slice(None) for i in index[:-1])
-        reaches = index[:1] == (Ellipsis,) or len(index) == before.dim()
-        if whole and reaches and isinstance(index[-1], slice):
-            columns = concrete(index[-1])
-            return -1, columns.start, columns.stop, columns.step
-    return (None,) * 4
-
-
-def _place(at: Any, size: Any, default: Any) -> Any:
-    """Where a range begins or ends; one that is counted from behind is counted from the front."""
-    if at is None:
-        return default
-    return at + size if known_true(at < 0) else at
-
-
-def _part_of_split(op: Op, before: torch.Tensor, first: bool) -> fx.Node | None:
-    parts, users = value(op.node), [read(user) for user in readers(op.node)]
-    if not isinstance(parts, (tuple, list)) or len(parts) != 2:
-        return None
-    if any(user is None or user.name != "getitem" for user in users):
-        return None
-    used = [user for user in users if user is not None]
-    if len(used) != 1 or used[0]["index"] not in ((1, -1) if first else (0, -2)):
-        return None
-    part = tensor(used[0].node)
-    # Only a split of the columns makes fewer of them.
-    dropped = part is not None and known_true(part.shape[-1] == before.shape[-1] - 1)
-    return used[0].node if dropped else None
+    return node if known_true(part.start == start) and known_true(part.stop == stop) else None

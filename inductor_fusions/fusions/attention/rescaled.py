@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch import fx
 
 from ...effects.liveness import readers
-from ...graph.torch_ops import CASTS, appends_dim, read, reads_metadata, tensor
+from ...graph.dims import appends_dim
+from ...graph.torch_ops import CASTS, read, reads_metadata, tensor
 from ...operands import same_shape
 from ...reasons import Reason
 from .normal_form import Attention, Sink, Term

@@ -14,7 +14,8 @@ from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
-from ...graph.torch_ops import Op, appends_dim, read, tensor
+from ...graph.dims import appends_dim
+from ...graph.torch_ops import Op, read, tensor
 from ...reasons import Reason
 from .arrangement import Arrangement
 from .masks import is_fill, is_one_or_zero

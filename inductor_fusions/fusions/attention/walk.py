@@ -18,6 +18,7 @@ from ..._inductor import hint, is_body_of_dynamo, known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
+from ...graph.dims import permutation
 from ...graph.torch_ops import (
     ADDING,
     CASTS,
@@ -146,7 +147,7 @@ class Walk:
             step = self._through
         elif step is None and op.name in VIEWS:
             step = self._view
-        elif step is None and torch_ops.permutation(op) is not None:
+        elif step is None and permutation(op) is not None:
             step = self._permutation
         if step is None:
             raise between(op, scores)
@@ -342,7 +343,7 @@ class Walk:
         return self.up(op, op.input, factor, scalers, at)
 
     def _permutation(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
-        dims = torch_ops.permutation(op)
+        dims = permutation(op)
         assert dims is not None
         return self.up(op, op.input, factor, scalers, at.above(dims))
 

@@ -21,7 +21,8 @@ from torch import fx
 
 from ...effects.liveness import readers
 from ...fusion import Rejected
-from ...graph.torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, Op, appends_dim, read, tensor
+from ...graph.dims import appends_dim
+from ...graph.torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, Op, read, tensor
 from ...reasons import Reason
 
 if TYPE_CHECKING:

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
+from ...graph.dims import Selection, permuted_by, selection
 from ...graph.einsum import equation
-from ...graph.torch_ops import PRODUCTS, Op, permuted_by, read
+from ...graph.torch_ops import PRODUCTS, Op, read
 from ...operands import tensor
 
 _TRIANGLES = {torch.tril_indices: False, torch.triu_indices: True}
@@ -267,15 +269,12 @@ def _begins_loop(node: fx.Node) -> bool:
 
 def _feature(node: Any) -> fx.Node | None:
     """The features of which a node is one: `t[:, 2]`, `t.unbind(1)[2]`."""
-    op = read(node)
-    if op is None or op.name not in ("getitem", "select") or not isinstance(op.input, fx.Node):
+    taken = selection(node)
+    if taken is None:
         return None
-    parts, index = read(op.input), op["index"]
-    if parts is not None and parts.name in ("unbind", "split", "chunk"):
-        return op.input if type(index) is int else None
-    whole = tensor(op.input)
-    rows = isinstance(index, tuple) and len(index) == 2 and index[0] == _WHOLE and type(index[1]) is int
-    return op.input if whole is not None and whole.dim() == 3 and (rows or op["dim"] == 1) else None
+    if taken.part is not None:
+        return taken.nodes[1]
+    return taken.source if _is_row(taken, keeps_dim=False) else None
 
 
 def _squared_at(z: Any) -> bool:
@@ -287,10 +286,8 @@ def _gathered(node: Any) -> tuple[fx.Node, Any] | None:
     op = read(node)
     if op is None or op.inplace:
         return None
-    if op.name == "cat":
-        return _beside(op)
-    if op.name == "stack":
-        return _stacked(op)
+    if op.name in ("cat", "stack"):
+        return _put_together(op)
     if op.name == "index_select":
         source, dim, rows = op.only("input", "dim", "index")
         found = tensor(source)
@@ -305,48 +302,28 @@ def _gathered(node: Any) -> tuple[fx.Node, Any] | None:
     return (source, index[1]) if index[0] == _WHOLE and _is_index(index[1]) else None
 
 
-def _beside(op: Op) -> tuple[fx.Node, Any] | None:
-    """Read a `cat` of rows of `split(t, 1, dim=1)`: the features t and the numbers of the rows."""
+def _put_together(op: Op) -> tuple[fx.Node, Any] | None:
+    """Read a `stack` of rows t[:, k], or a `cat` of t[:, k : k + 1]: t and the numbers of the rows.
+
+    `unbind` and `split` give such rows as well.
+    """
     parts, dim = op.only("tensors", "dim")
-    if not isinstance(parts, (list, tuple)) or not parts or dim not in (1, -2):
+    if not isinstance(parts, (list, tuple)) or dim not in (1, -2):
         return None
-    taken = [each for part in parts if (each := read(part)) is not None and each.name == "getitem"]
-    rows = [each["index"] for each in taken]
-    split = read(taken[0].input) if taken else None
-    if split is None or split.name != "split" or any(each.input is not split.node for each in taken):
+    taken = [each for each in map(selection, parts) if each is not None and _is_row(each, op.name == "cat")]
+    sources = {each.source for each in taken}
+    if len(taken) != len(parts) or len(sources) != 1:
         return None
-    size, along = split.args.get("sizes", split["split_size_or_sections"]), split["dim"]
-    found = tensor(split.input)
-    if len(rows) != len(parts) or size != 1 or along not in (1, -2) or found is None or found.dim() != 3:
-        return None
-    if not isinstance(split.input, fx.Node) or not all(type(row) is int and row >= 0 for row in rows):
-        return None
-    return split.input, rows
+    return sources.pop(), [each.index[1].start if op.name == "cat" else each.index[1] for each in taken]
 
 
-def _stacked(op: Op) -> tuple[fx.Node, Any] | None:
-    """Read a `stack` of rows t[:, k] or of `t.unbind(1)`: the features t and the numbers of the rows."""
-    parts, dim = op.only("tensors", "dim")
-    if not isinstance(parts, (list, tuple)) or not parts or dim not in (1, -2):
-        return None
-    sources, rows = set[Any](), list[Any]()
-    for part in parts:
-        taken = read(part)
-        if taken is None or taken.name != "getitem":
-            return None
-        source, row = taken.input, taken["index"]
-        apart = read(source)
-        if apart is not None and apart.name == "unbind":
-            source, row = apart.input, row if apart["dim"] in (1, -2) else None
-        else:
-            row = row[1] if isinstance(row, tuple) and len(row) == 2 and row[0] == _WHOLE else None
-        if type(row) is not int or row < 0:
-            return None
-        sources.add(source)
-        rows.append(row)
-    (source, *others) = sources
-    found = tensor(source)
-    return (source, rows) if not others and found is not None and found.dim() == 3 else None
+def _is_row(taken: Selection, keeps_dim: bool) -> bool:
+    """Whether one row of each sample is taken."""
+    if len(taken.index) != 3 or not keeps_dim:
+        return len(taken.index) == 3 and taken.number(1) is not None
+    part, row = taken.index[1], tensor(taken.nodes[0])
+    one = taken.dims == [1] and row is not None and known_true(row.shape[1] == 1)
+    return one and isinstance(part, slice) and type(part.start) is int
 
 
 def _is_index(index: Any) -> bool:

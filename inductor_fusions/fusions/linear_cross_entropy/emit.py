@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from ...graph.builder import Builder
+from ...graph.dims import WHOLE, per_dim
 from ...graph.torch_ops import VIEWS, read
 from ...operands import tensor
 from .op import LINEAR_CROSS_ENTROPY, SOFTMAX_ROWS
-from .parts import rows_and_classes
 from .recognise import Site
 
 
@@ -133,11 +133,13 @@ def _replayed(build: Builder, site: Site, node: fx.Node, h: fx.Node) -> fx.Node:
         assert after is not None
         return build.call("reshape", h, (*after.shape[:-1], build.value(h).shape[-1]))
     of_head = head is not None and node is head.taken
-    if op.name == "getitem":  # the classes are not those of h
-        index, _ = rows_and_classes(op)
+    if op.name == "getitem":
+        index, given = op["index"], tensor(op.input)
+        parts = None if given is None else per_dim(index, given.dim())
+        if parts is not None:  # the classes are not those of h
+            index = (*parts[:-1], WHOLE)
         if head is not None and of_head:
-            place = head.place
-            index = 0 if place is None else tuple(0 if i == place else x for i, x in enumerate(index))
+            index = 0 if parts is None else (*index[: head.dim], 0, *index[head.dim + 1 :])
         return build.call(operator.getitem, h, index)
     if of_head:
         return build.call("select", h, op["dim"], 0)

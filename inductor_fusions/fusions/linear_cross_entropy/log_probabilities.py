@@ -9,13 +9,14 @@ or the logsumexp of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from ..._inductor import known_true
+from ...graph.dims import selection
 from ...graph.torch_ops import Op, read
 from ...operands import same_shape, tensor
 
@@ -168,13 +169,9 @@ def _stacked(op: Op) -> Picked | None:
     whole = _by_rows(op, row, path)
     if whole is None or not labels:
         return None
-    taken = [read(label) for label in labels]
-    first = taken[0].input if taken[0] is not None else None
-    for number, each in enumerate(taken):
-        if each is None or each.name != "getitem" or each.input is not first or each["index"] != number:
-            return None
+    first = _of_rows(labels, [])
     held, value = tensor(first), tensor(whole)
-    if held is None or value is None or not isinstance(first, fx.Node):
+    if held is None or value is None or first is None:
         return None
     if held.dim() != value.dim() - 1 or not same_shape(held.shape, value.shape[:-1]):
         return None
@@ -186,18 +183,21 @@ def _by_rows(op: Op, row: Callable[[fx.Node], fx.Node | None], path: list[fx.Nod
     parts, dim = op.only("tensors", "dim")
     if not isinstance(parts, (list, tuple)) or dim not in (None, 0) or not parts:
         return None
-    whole: Any = None
-    for number, part in enumerate(parts):
-        source = row(part) if isinstance(part, fx.Node) else None
-        by = read(source)
-        if by is None or by.name != "getitem" or by["index"] != number or not isinstance(by.input, fx.Node):
-            return None
-        if whole is not None and by.input is not whole:
-            return None
-        whole = by.input
-        path.append(by.node)
+    whole = _of_rows((row(part) if isinstance(part, fx.Node) else None for part in parts), path)
     value = tensor(whole)
     return whole if value is not None and known_true(value.shape[0] == len(parts)) else None
+
+
+def _of_rows(rows: Iterable[fx.Node | None], path: list[fx.Node]) -> fx.Node | None:
+    """The tensor of which each node takes one row, in order; the nodes are added to the path."""
+    whole: fx.Node | None = None
+    for number, node in enumerate(rows):
+        taken = selection(node)
+        if taken is None or taken.number(0) != number or taken.source is not (whole or taken.source):
+            return None
+        whole = taken.source
+        path += [each for each in taken.nodes if each not in path]
+    return whole
 
 
 def _viewed(node: Any) -> tuple[Any, list[fx.Node]]:

@@ -18,11 +18,12 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...fusion import Rejected
+from ...graph.dims import selection
 from ...graph.einsum import equation
 from ...graph.torch_ops import CASTS, COPIES, Op, linear_of, read
 from ...operands import holds, tensor
 from ...reasons import Reason
-from .parts import Head, indexes_rows, one_head, part_of, rows_and_classes, rows_of, sliced
+from .parts import Head, classes_of, one_head, rows_of
 
 #: A larger number that is added to logits rounds their digits away, which a softmax sees.
 LARGEST_SHIFT = 1e4
@@ -114,17 +115,17 @@ def walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> Logits:
             if not is_as_wide(op):
                 raise Reason.ROUNDED.rejected(f"{op.name} rounds the logits or moves them to another device")
         elif (rows := rows_of(op)) is not None:
-            source, taken = rows
-            replayed += taken
-            path += taken[:-1]
-            node = taken[-1]
-        elif columns is None and (part := part_of(op)) is not None and part.dim == value.dim() - 1:
-            source, columns = part.source, (part.start, part.count)
-            path.append(node)
-            node = part.call
-        elif columns is None and (columns := _some_classes(op)) is not None:
-            if op.name == "getitem":  # which may take rows as well
+            source, steps = rows
+            replayed += steps
+            path += steps[:-1]
+            node = steps[-1]
+        elif columns is None and (columns := classes_of(taken := selection(node))) is not None:
+            assert taken is not None
+            source = taken.source
+            if len(taken.dims) > 1:  # rows as well
                 replayed.append(node)
+            path += taken.nodes[:-1]
+            node = taken.nodes[-1]
         elif head is None and (head := one_head(op, replayed[::-1])) is not None:
             replayed.append(node)
             if op.name == "stack":
@@ -141,9 +142,9 @@ def walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> Logits:
     path.append(node)
     out, (h, w, by_rows, bias) = tensor(node), operands
     if added is not None:
-        vector, steps, dtype = added
+        vector, place, dtype = added
         # What the linear itself could have added.
-        if bias is not None or steps != len(pointwise) or out is None or out.dtype != dtype:
+        if bias is not None or place != len(pointwise) or out is None or out.dtype != dtype:
             raise Reason.LOSS.rejected("a second tensor is added to the logits, or one that is not a bias")
         bias = vector
     held = tensor(bias)
@@ -175,27 +176,6 @@ def _biased(op: Op) -> tuple[fx.Node, fx.Node]:
         if before.dtype == held.dtype and known_true(held.shape[0] == before.shape[-1]):
             return source, vector
     raise _no_linear(op.node)
-
-
-def _some_classes(op: Op) -> tuple[int, int] | None:
-    """Which classes an operation takes of all rows, or an index of some: the first one, and how many."""
-    before = tensor(op.input)
-    if before is None or op.inplace:
-        return None
-    classes, last = before.shape[-1], before.dim() - 1
-    part: Any = None
-    if op.name == "getitem":
-        rows, part = rows_and_classes(op)
-        if not indexes_rows(rows, last):
-            return None
-    elif op.name in ("narrow", "slice") and isinstance(op["dim"], int) and op["dim"] % before.dim() == last:
-        part = sliced(op)
-    if not isinstance(part, slice) or not isinstance(classes, int) or part.step not in (None, 1):
-        return None
-    if not all(each is None or type(each) is int for each in (part.start, part.stop)):
-        return None
-    start, stop, _ = part.indices(classes)
-    return (start, stop - start) if stop > start else None
 
 
 def _no_linear(node: fx.Node) -> Rejected:

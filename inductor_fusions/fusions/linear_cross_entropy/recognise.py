@@ -18,12 +18,13 @@ from torch import fx
 from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
-from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, permutation, read, spellings
+from ...graph.dims import SELECTS, permutation, selection
+from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, read, spellings
 from ...operands import holds, tensor
 from ...reasons import Reason
 from . import log_probabilities
 from .logits import Logits, is_as_wide, walk
-from .parts import SELECTS, part_of, rows_of, take_other_rows
+from .parts import rows_of
 
 #: What a loss is looked for by, beside log-probabilities.
 _LOSSES = ("cross_entropy", "nll_loss")
@@ -137,7 +138,7 @@ def behind(logits: fx.Node) -> tuple[list[Site | Unread], dict[str, None]]:
             found.append(loss)
             continue
         op = read(node)
-        if node is not logits and (op is None or not (op.name in _PASSED or part_of(op) is not None)):
+        if node is not logits and (op is None or op.name not in _PASSED):
             ends[node.name if op is None else op.name] = None
             continue
         new = [user for user in readers(node) if user not in seen and read(user) is not None]
@@ -156,7 +157,8 @@ def are_apart(first: Site, second: Site) -> bool:
             return True
     for one, two in zip((*first.path, first.loss), (*second.path, second.loss), strict=False):
         if one is not two:
-            return take_other_rows(one, two)
+            taken, others = selection(one), selection(two)
+            return taken is not None and others is not None and taken.is_apart_from(others)
     return False
 
 

@@ -34,12 +34,13 @@ from ...effects.liveness import readers
 from ...effects.scope import DynamoScope
 from ...fusion import Candidate, Fusion
 from ...graph.builder import Builder
-from ...graph.torch_ops import CASTS, dropout_p, linear_of, permuted_by, read, spellings
+from ...graph.dims import permuted_by
+from ...graph.torch_ops import CASTS, dropout_p, linear_of, read, spellings
 from ...layouts.keeping import Keeping
 from ...operands import check_device, check_kind, known_size, tensor, text, tokens_of
 from ...reasons import Reason
 from . import narrow, profit
-from .adapters import MOST_RANK
+from .adapters import is_low_rank
 from .op import LORA_DOWN, LORA_DROPPED_DOWN, ROUNDED
 
 if TYPE_CHECKING:
@@ -174,10 +175,7 @@ def _is_adapter(x: fx.Node, read: fx.Node, a: Any) -> bool:
     weight, value, wide = tensor(a), tensor(x), tensor(read)
     if weight is None or value is None or wide is None or weight.dim() != 2 or not weight.requires_grad:
         return False
-    if weight.dtype != wide.dtype:
-        return False
-    rank, inner = weight.shape
-    return isinstance(rank, int) and rank <= MOST_RANK and isinstance(inner, int) and 2 * rank <= inner
+    return weight.dtype == wide.dtype and is_low_rank(*weight.shape)
 
 
 class AdapterInput(Candidate):

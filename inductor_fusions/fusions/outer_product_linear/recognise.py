@@ -17,6 +17,7 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...fusion import Rejected
+from ...graph.dims import selection
 from ...graph.einsum import equation
 from ...graph.torch_ops import CASTS, TRANSPOSES, VIEWS, Op, linear_of, read
 from ...operands import same_shape, tensor
@@ -25,7 +26,7 @@ OTHER_ROWS = "the factors have different rows, such as all pairs of the rows of 
 _POINTWISE = frozenset("mul div relu tanh sigmoid dropout".split())
 COLUMNS = "a convolution reads the products of the rows, as channels of each column"
 BETWEEN = "another operation is between the outer product and the linear"
-#: Views that keep the elements in their order. `getitem` is one where it only adds dims.
+#: Views that keep the elements in their order. An index that only adds dims is one as well.
 _VIEWS = VIEWS | {"contiguous"}
 
 
@@ -185,10 +186,11 @@ def _outer(x: fx.Node) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
 
 def _viewed(node: fx.Node) -> fx.Node | None:
     """The tensor that a node is a view of, with its elements in the same order; else None."""
-    op = read(node)
-    if op is None or op.inplace or op.name not in _VIEWS:
+    op, taken = read(node), selection(node, adds=True)
+    if op is None or op.inplace or not isinstance(op.input, fx.Node):
         return None
-    return op.input if isinstance(op.input, fx.Node) else None
+    only_adds = taken is not None and not taken.dims
+    return op.input if op.name in _VIEWS or only_adds else None
 
 
 def _of_einsum(op: Op) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
@@ -221,10 +223,8 @@ def _matrix(node: fx.Node, shape: tuple[Any, ...]) -> tuple[fx.Node, list[fx.Nod
     if found is None or not same_shape(found.shape, shape):
         return None
     while found is not None and found.dim() == len(shape):
-        op = read(node)
-        adds = op is not None and op.name == "getitem" and _adds_dims(op["index"])
-        before = op.input if op is not None and adds else _viewed(node)
-        if not isinstance(before, fx.Node):
+        before = _viewed(node)
+        if before is None:
             return None
         views.append(node)
         node = before
@@ -232,8 +232,3 @@ def _matrix(node: fx.Node, shape: tuple[Any, ...]) -> tuple[fx.Node, list[fx.Nod
     if found is None or not same_shape(found.shape[:-1], shape[:-2]):
         return None
     return node, views
-
-
-def _adds_dims(index: Any) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(part is None or part is Ellipsis or part == slice(None) for part in parts)

@@ -8,7 +8,8 @@ from typing import Any
 from torch import fx
 
 from ...fusion import Candidate
-from ...graph.torch_ops import permutation, read
+from ...graph.dims import permutation
+from ...graph.torch_ops import read
 from ...operands import same_shape, tensor
 from .respelling import Respelled
 from .walk import factors, name_of

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 
 from ...._inductor import known_true
 from ....graph import torch_ops
+from ....graph.dims import permutation, selection
 from .interpreter import Interpreter, rank_of, rule
 from .proofs import bounds
 from .values import Affine, Value, affine, identity, renamed, substitute
@@ -15,7 +17,7 @@ from .values import Affine, Value, affine, identity, renamed, substitute
 
 @rule(*torch_ops.TRANSPOSES, "getattr")
 def _transpose(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    dims = torch_ops.permutation(op)
+    dims = permutation(op)
     if dims is None:
         return None
     rank = len(dims)
@@ -62,30 +64,30 @@ def _view(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     return substitute(found, renamed(dict(zip(before, after, strict=True))))
 
 
-@rule("select")
-def _select(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    dim, rank = torch_ops.concrete(op["dim"]), rank_of(op.input)
-    if not isinstance(dim, int):
+@rule("select", "narrow", "slice", "getitem")
+def _selected(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    index = op["index"] if isinstance(op["index"], tuple) else (op["index"],)
+    given, target = torch_ops.tensor(op.input), torch_ops.tensor(op.node)
+    if given is not None and any(torch_ops.tensor(part) is not None for part in index):
+        return _gathered(interpreter, interpreter.read(op.input), given, index)
+    taken = selection(op.node, adds=True)
+    source = None if taken is None else torch_ops.tensor(taken.source)
+    if taken is None or source is None or target is None:
         return None
-    index: list[Any] = [slice(None)] * rank
-    index[dim] = op["index"]
-    return _indexed(interpreter, op, tuple(index))
-
-
-@rule("slice")
-def _slice(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    dim = torch_ops.concrete(op["dim"] or 0)
-    index: list[Any] = [slice(None)] * rank_of(op.input)
-    index[dim] = slice(op["start"], op["end"], op["step"])
-    return _indexed(interpreter, op, tuple(index))
-
-
-@rule("getitem")
-def _getitem(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    if torch_ops.tensor(op.input) is None:
-        return None
-    index = op["index"]
-    return _indexed(interpreter, op, index if isinstance(index, tuple) else (index,))
+    mapping: dict[int, Affine] = {}
+    for dim, (part, place) in enumerate(zip(taken.index, taken.places, strict=True)):
+        if isinstance(part, fx.Node):
+            return None
+        if place is None:
+            mapping[dim - source.dim()] = Affine(part)
+            continue
+        start, step = (0 if part.start is None else part.start), (1 if part.step is None else part.step)
+        # A slice that begins at 0 may be of a dim that has no elements.
+        begins = known_true(start == 0) or (known_true(start >= 0) and known_true(start < source.shape[dim]))
+        if not begins or not isinstance(step, int):
+            return None
+        mapping[dim - source.dim()] = affine(start, {place - target.dim(): step})
+    return substitute(interpreter.read(taken.source), mapping.get)
 
 
 @rule("index")
@@ -117,51 +119,6 @@ def _out_of_vmap(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     level, dim = given[1], given[3] % rank
     places = {d - (rank - 1): d + (d >= dim) - rank for d in range(rank - 1)}
     return substitute(interpreter.read(op.rest[0]), renamed(places), {level: identity(dim - rank)})
-
-
-def _indexed(interpreter: Interpreter, op: torch_ops.Op, index: tuple[Any, ...]) -> Value:
-    source, target = torch_ops.tensor(op.input), torch_ops.tensor(op.node)
-    if source is None or target is None:
-        return None
-    found = interpreter.read(op.input)
-    tensors = [i for i in index if torch_ops.tensor(i) is not None]
-    if tensors:
-        return _gathered(interpreter, found, source, index)
-    used = sum(i is not None and i is not Ellipsis for i in index)
-    full: list[Any] = []
-    for item in index:
-        full.extend([slice(None)] * (source.dim() - used) if item is Ellipsis else [item])
-    full.extend([slice(None)] * (source.dim() - sum(i is not None for i in full)))
-    mapping: dict[int, Affine] = {}
-    here, there = 0, 0  # dims of the source and of the result
-    for item in full:
-        if item is None:
-            there += 1
-            continue
-        size = source.shape[here]
-        item = torch_ops.concrete(item)
-        if isinstance(item, slice):
-            start, step = (0 if item.start is None else item.start), (1 if item.step is None else item.step)
-            if not isinstance(start, (int, torch.SymInt)) or not isinstance(step, int) or step < 1:
-                return None
-            if not known_true(start >= 0):
-                start = start + size
-            if not known_true(start >= 0) or not (
-                (isinstance(start, int) and start == 0) or known_true(start < size)
-            ):
-                return None
-            mapping[here - source.dim()] = affine(start, {there - target.dim(): step})
-            there += 1
-        elif isinstance(item, (int, torch.SymInt)) and not isinstance(item, bool):
-            if not known_true(item >= 0):
-                if not known_true(item < 0):
-                    return None
-                item = item + size
-            mapping[here - source.dim()] = Affine(item)
-        else:
-            return None
-        here += 1
-    return substitute(found, mapping.get)
 
 
 def _gathered(interpreter: Interpreter, found: Value, source: torch.Tensor, index: tuple[Any, ...]) -> Value:

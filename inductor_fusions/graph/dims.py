@@ -1,0 +1,259 @@
+"""Reads what an operation does to the dims of a tensor, in Dynamo's torch-level graph.
+
+It may put them into another order (`permutation`), or take some of their elements (`selection`): `select`,
+`narrow`, slices, indices, and the parts of `split`, `chunk` and `unbind` take all of a dim, a range, or one
+number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._inductor import known_true, value_of
+from .torch_ops import TRANSPOSES, Op, concrete, read, tensor
+
+_MOVES = frozenset({"movedim", "moveaxis"})
+#: Take some elements, or one, of a dim.
+SELECTS = frozenset({"select", "narrow", "slice", "index_select"})
+WHOLE = slice(None)
+
+
+def permutation(op: Op) -> list[int] | None:
+    """The permutation of a transpose, permute, `movedim`, `x.T` or `x.mT`; None for other operations.
+
+    Dim i of the result is dim `permutation[i]` of the input. None also if the dims are not constants.
+    """
+    source = tensor(op.input)
+    if source is None or op.name not in TRANSPOSES | _MOVES | {"getattr"}:
+        return None
+    rank = source.dim()
+    dims = list(range(rank))
+    if op.name == "permute":
+        given = op["dims"] if op["dims"] is not None else (op.rest or op["dim"])
+        if given and isinstance(given[0], (list, tuple)):
+            given = given[0]
+        if not given or not all(isinstance(d, int) for d in given):
+            return None
+        return [d % rank for d in given]
+    if op.name in _MOVES:
+        ends = [x if isinstance(x, (list, tuple)) else (x,) for x in (op["source"], op["destination"])]
+        if not all(isinstance(d, int) for each in ends for d in each):
+            return None
+        moved = {to % rank: start % rank for start, to in zip(*ends, strict=True)}
+        rest = iter([d for d in dims if d not in moved.values()])
+        return [moved[d] if d in moved else next(rest) for d in dims]
+    if op.name == "t" or (op.name == "getattr" and op["name"] == "T"):
+        return dims[::-1]
+    if op.name == "getattr":
+        return [*dims[:-2], dims[-1], dims[-2]] if op["name"] in ("mT", "mH") else None
+    first, second = op["dim0"], op["dim1"]
+    first = op.args.get("axis0", first)
+    second = op.args.get("axis1", second)
+    if not isinstance(first, int) or not isinstance(second, int):
+        return None
+    dims[first % rank], dims[second % rank] = dims[second % rank], dims[first % rank]
+    return dims
+
+
+def permuted_by(node: Any, dims: list[int]) -> fx.Node | None:
+    """The input of a permutation by these dims; None for other nodes."""
+    op = read(node)
+    if op is None or op.inplace or permutation(op) != dims:
+        return None
+    return op.input if isinstance(op.input, fx.Node) else None
+
+
+def appends_dim(op: Op) -> bool:
+    """Whether an operation is `x.unsqueeze(-1)` or `x[..., None]`."""
+    after = tensor(op.node)
+    if after is None:
+        return False
+    if op.name == "unsqueeze":
+        return isinstance(op["dim"], int) and op["dim"] % after.dim() == after.dim() - 1
+    if op.name != "getitem" or not isinstance(op["index"], tuple):
+        return False
+    *others, last = op["index"]
+    whole = all(i is Ellipsis or i == slice(None) for i in others)
+    return whole and last is None and (Ellipsis in others or len(others) == after.dim() - 1)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Elements that an operation takes of a tensor.
+
+    Attributes:
+        source: the tensor.
+        index: what is taken of each dim of it: `WHOLE`, a slice with both bounds counted from the front, a
+            number (the dim is gone), or a node (of indices, or of a range that is not known).
+        places: which dim of the result each dim of it is; None where it is gone. They are those of slices
+            and numbers: a tensor of indices counts as one dim.
+        nodes: the operation; for a part of `split` and the like, behind it the call that gives all parts.
+        part: the number of that part, or None.
+    """
+
+    source: fx.Node
+    index: tuple[Any, ...]
+    places: tuple[int | None, ...]
+    nodes: tuple[fx.Node, ...]
+    part: int | None = None
+
+    @property
+    def dims(self) -> list[int]:
+        """The dims that are not taken whole."""
+        return [dim for dim, part in enumerate(self.index) if part is not WHOLE]
+
+    def number(self, dim: int) -> int | None:
+        """The number that is taken of a dim, where all others are whole; else None."""
+        part = self.index[dim] if self.dims == [dim] else None
+        return part if type(part) is int else None
+
+    def range(self, dim: int) -> tuple[Any, Any] | None:
+        """The first element that is taken of a dim, and the one behind the last; None if not known."""
+        part = self.index[dim]
+        if isinstance(part, (int, torch.SymInt)):
+            return part, part + 1
+        return (part.start, part.stop) if isinstance(part, slice) and part is not WHOLE else None
+
+    def is_apart_from(self, other: Selection) -> bool:
+        """Whether another selection is known to take other elements of the same tensor."""
+        if self.source is not other.source:
+            return False
+        if self.part is not None and self.nodes[1:] == other.nodes[1:]:
+            return self.part != other.part
+        for dim in range(len(self.index)):
+            mine, theirs = self.range(dim), other.range(dim)
+            if mine and theirs and (_ends_before(mine[1], theirs[0]) or _ends_before(theirs[1], mine[0])):
+                return True
+        return False
+
+
+def selection(node: Any, adds: bool = False) -> Selection | None:
+    """What a node takes of a tensor; None of other nodes, and of indices that `per_dim` does not read.
+
+    Args:
+        adds: whether an index may add dims.
+    """
+    op = read(node)
+    if op is None or op.inplace or not isinstance(op.input, fx.Node):
+        return None
+    if isinstance(value_of(op.input), (list, tuple)):
+        return _part(op)
+    before = tensor(op.input)
+    if before is None:
+        return None
+    if op.name == "getitem":
+        index = per_dim(op["index"], before.dim())
+    elif op.name in SELECTS and type(dim := op["dim"] or 0) is int:
+        index = [WHOLE] * before.dim()
+        index[dim] = _of_one_dim(op)
+    else:
+        return None
+    if index is None or (None in index and not adds):
+        return None
+    parts = zip((part for part in index if part is not None), before.shape, strict=True)
+    taken = iter([_counted(part, size, op.node) for part, size in parts])
+    return _selected(op.input, [part if part is None else next(taken) for part in index], (op.node,))
+
+
+def _selected(
+    source: fx.Node, index: list[Any], nodes: tuple[fx.Node, ...], part: int | None = None
+) -> Selection:
+    """The selection of an index with None where it adds a dim."""
+    own = [i for i, each in enumerate(index) if each is not None]
+    gone = [isinstance(each, (int, torch.SymInt)) for each in index]
+    places = tuple(None if gone[i] else i - sum(gone[:i]) for i in own)
+    return Selection(source, tuple(index[i] for i in own), places, nodes, part)
+
+
+def per_dim(index: Any, rank: int) -> list[Any] | None:
+    """An index as one part for each dim, a slice, a number or a tensor of indices; and None for each new dim.
+
+    None if it has a mask, or a tensor beside a number or another tensor.
+    """
+    given = list(index) if isinstance(index, tuple) else [index]
+    places = [i for i, part in enumerate(given) if part is Ellipsis]
+    at = places[0] if places else len(given)
+    missing = rank - sum(part is not None and part is not Ellipsis for part in given)
+    others = [part for part in given if not (part is None or part is Ellipsis or isinstance(part, slice))]
+    held = tensor(others[0]) if len(others) == 1 else None
+    indices = held is not None and held.dtype in (torch.int64, torch.int32)
+    numbers = all(type(number) in (int, torch.SymInt) for number in map(concrete, others))
+    if len(places) > 1 or missing < 0 or not (indices or numbers):
+        return None
+    return [*given[:at], *[WHOLE] * missing, *given[at + 1 :]]
+
+
+def bounds(part: slice, size: Any) -> tuple[Any, Any]:
+    """Where a slice of a dim begins and ends, counted from the front, if the sign of its bounds is known."""
+    if all(at is None or type(at) is int for at in (part.start, part.stop, size)):
+        return slice(part.start, part.stop).indices(size)[:2]
+    start, stop = 0 if part.start is None else part.start, size if part.stop is None else part.stop
+    start, stop = (at + size if known_true(at < 0) else at for at in (start, stop))
+    return start, size if known_true(stop > size) else stop
+
+
+def _of_one_dim(op: Op) -> Any:
+    """What is taken of the dim of an operation of `SELECTS`."""
+    if op.name == "slice":
+        return slice(op["start"], op["end"], op["step"])
+    if op.name != "narrow":
+        return op["index"]
+    start, length = concrete(op["start"]), concrete(op["length"])
+    if isinstance(start, fx.Node) or isinstance(length, fx.Node):
+        return op.node
+    # A start of -2 with two elements ends at the end.
+    return slice(start, None if known_true(start + length == 0) and known_true(start < 0) else start + length)
+
+
+def _counted(part: Any, size: Any, node: fx.Node) -> Any:
+    """Part of an index, counted from the front; `node` where that is not known."""
+    if part == WHOLE:
+        return WHOLE
+    part = concrete(part)
+    if isinstance(part, (int, torch.SymInt)):
+        return part if known_true(part >= 0) else part + size if known_true(part < 0) else node
+    if not isinstance(part, slice):
+        return part
+    if any(isinstance(at, fx.Node) for at in (part.start, part.stop, part.step)):
+        return node
+    step = None if part.step is None or known_true(part.step == 1) else part.step
+    return slice(*bounds(part, size), step)
+
+
+def _part(op: Op) -> Selection | None:
+    """One of the parts of `split`, `chunk` or `unbind`."""
+    call, number = read(op.input), op["index"]
+    before, after = tensor(call.input if call is not None else None), tensor(op.node)
+    if call is None or before is None or after is None or op.name != "getitem" or type(number) is not int:
+        return None
+    parts = value_of(call.node)
+    number %= len(parts)
+    index: list[Any] = [WHOLE] * before.dim()
+    if call.name == "unbind":
+        dim = 0 if call["dim"] is None else call["dim"]
+        if type(dim) is not int:
+            return None
+        index[dim] = number
+    elif call.name in ("split", "split_with_sizes", "chunk"):
+        sizes = enumerate(zip(before.shape, after.shape, strict=True))
+        others = [dim for dim, (whole, own) in sizes if not known_true(whole == own)]
+        if len(others) != 1:
+            return None
+        (dim,) = others
+        start = sum(part.shape[dim] for part in parts[:number])
+        index[dim] = slice(start, start + after.shape[dim])
+    else:
+        return None
+    return _selected(call.input, index, (op.node, call.node), number)
+
+
+def _ends_before(end: Any, start: Any) -> bool:
+    """Whether a range that ends at `end` is in front of one that begins at `start`.
+
+    Bounds that are equal are, whatever their sign; of others, the sign must be known.
+    """
+    return known_true(end == start) or (known_true(end >= 0) and known_true(end <= start))

@@ -29,6 +29,7 @@ from .operands import Operand, product
 from .output import MERGED, divided, downwards
 from .rescaled import logsumexp_of, read_sink
 from .scores import Upwards
+from .walk import Below
 from .written_out import SOFTMAXES, Softmax, softmax_at, weights_of
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ def _read(
     upwards = Upwards(interpreter, logsumexp, merged)
     upwards.beside.update(written.inside)
     upwards.shifts_cancel &= written.sink is None
-    site = upwards.walk(written.scores, written.reader, written.factor, [], at)
+    site = upwards.walk(written.scores, written.reader, Below(at, written.factor))
     written.check(upwards.maxima)
     site = replace(site, softmax=softmax, softmax_lead=at.sizes(weights.shape), readers=upwards.readers)
     if merged:

@@ -19,10 +19,11 @@ from ...graph.torch_ops import Op, read, tensor
 from ...reasons import Reason
 from .arrangement import Arrangement
 from .masks import is_fill, is_one_or_zero
+from .no_product import between
 from .normal_form import Attention, Sink, Term
 from .operands import Operand
 from .structure import narrowed, predicate
-from .walk import Walk, between, result_of
+from .walk import Below, Walk, result_of
 from .written_out import reduction
 
 #: Reductions of scores that may be subtracted from them.
@@ -36,51 +37,51 @@ LARGEST_SCORE = 1e3
 class Upwards(Walk):
     """Reads the scores from the softmax up to the product of q and k."""
 
-    def _neg(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
-        return self.up(op, op.input, -factor, scalers, at)
+    def _neg(self, op: Op, below: Below) -> Attention:
+        return self.up(op, op.input, below.times(-1.0))
 
-    def _mul(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
-        return self._scaled(op, [(op.input, op["other"]), (op["other"], op.input)], at, factor, scalers)
+    def _mul(self, op: Op, below: Below) -> Attention:
+        return self._scaled(op, [(op.input, op["other"]), (op["other"], op.input)], below)
 
-    def _div(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+    def _div(self, op: Op, below: Below) -> Attention:
         if op["rounding_mode"] is not None:
             raise Reason.SCALE.rejected("the scores are divided with rounding")
-        return self._scaled(op, [(op.input, op["other"])], at, factor, scalers)
+        return self._scaled(op, [(op.input, op["other"])], below)
 
-    def _scaled(self, op: Op, sides: Any, at: Arrangement, factor: float, scalers: Any) -> Attention:
+    def _scaled(self, op: Op, sides: Any, below: Below) -> Attention:
         def try_side(scores: Any, other: Any) -> Attention:
             number = self.number(other)
             if number is not None:
                 if op.name == "div" and number == 0:
                     raise Reason.RANGE.rejected("the scores are divided by zero")
-                scaled = factor / number if op.name == "div" else factor * number
-                if not math.isfinite(scaled):
+                factor = below.factor / number if op.name == "div" else below.factor * number
+                if not math.isfinite(factor):
                     raise Reason.RANGE.rejected("the scores are multiplied by a number that is not finite")
-                return self.up(op, scores, scaled, scalers, at)
+                return self.up(op, scores, replace(below, factor=factor))
             if isinstance(torch_ops.value(other), (torch.SymFloat, torch.SymInt)):
-                return self.up(op, scores, factor, [*scalers, self.scaler(op, other, at)], at)
+                return self.up(op, scores, below.scaled(op.name, self.term(op, other, below.at)))
             scale = tensor(other)
             if scale is None:
                 raise Reason.NOT_A_TENSOR.rejected("the scale is neither a number nor a tensor")
-            varying = narrowed(self.term(op, other, at), self.interpreter)
+            varying = narrowed(self.term(op, other, below.at), self.interpreter)
             of_keys, of_queries = self._varies(varying)
             integer = not scale.is_floating_point() and scale.dim() > 0
             if of_keys and (of_queries or integer):
-                return self.stage(op, scores, op.name, (), varying, factor, scalers, at)
+                return self.stage(op, scores, op.name, (), varying, below)
             if integer:
                 raise Reason.MIXED_DTYPES.rejected("the scores are scaled by an integer tensor")
-            longer = [*scalers, (op.name, varying.node, varying.lead)]
+            scaled = below.scaled(op.name, varying)
             if not of_queries and not of_keys:
-                return self.up(op, scores, factor, longer, at)
+                return self.up(op, scores, scaled)
             before, cancel = self.state(), self.shifts_cancel
             with contextlib.suppress(Rejected):  # q or k cannot be scaled where something was added before
                 self.shifts_cancel &= not of_keys  # nor does a number of each row cancel then
-                site = self.up(op, scores, factor, longer, at)
+                site = self.up(op, scores, scaled)
                 self.shifts_cancel = cancel
                 if not of_keys or not site.stages:
                     return site
             self.restore(before)
-            return self.stage(op, scores, op.name, (), varying, factor, scalers, at)
+            return self.stage(op, scores, op.name, (), varying, below)
 
         return self.either(op, sides, try_side)
 
@@ -91,37 +92,30 @@ class Upwards(Walk):
         sizes = [1, 1, *(() if own is None else own.shape)]
         return not known_true(sizes[-1] == 1), not known_true(sizes[-2] == 1)
 
-    def _add(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
-        return self._biased(
-            op, [(op.input, op["other"], 1), (op["other"], op.input, 0)], 1.0, at, factor, scalers
-        )
+    def _add(self, op: Op, below: Below) -> Attention:
+        return self._biased(op, 1.0, below)
 
-    def _sub(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
-        return self._biased(
-            op, [(op.input, op["other"], 1), (op["other"], op.input, 0)], -1.0, at, factor, scalers
-        )
+    def _sub(self, op: Op, below: Below) -> Attention:
+        return self._biased(op, -1.0, below)
 
-    def _biased(
-        self, op: Op, sides: Any, sign: float, at: Arrangement, factor: float, scalers: Any
-    ) -> Attention:
+    def _biased(self, op: Op, sign: float, below: Below) -> Attention:
         alpha = torch_ops.concrete(op["alpha"]) if op["alpha"] is not None else 1
         if not isinstance(alpha, (int, float)):
             raise Reason.NOT_A_TENSOR.rejected("the bias is added with an alpha that is not a constant")
-        second = {id(scores): which for scores, _, which in sides}
 
         def try_side(scores: Any, other: Any) -> Attention:
             # add(x, y, alpha) is x + alpha * y: with the scores second, alpha scales them.
-            bias_factor, score_factor = (sign * alpha, 1.0) if second[id(scores)] else (1.0, sign * alpha)
-            of_rows = self.shifts_cancel and bias_factor * score_factor == -1
-            reduction = self._of_rows(other, scores, at) if of_rows else ""
-            site = self.up(op, scores, factor * score_factor, scalers, at)
+            of_scores, of_other = (1.0, sign * alpha) if scores is op.input else (sign * alpha, 1.0)
+            of_rows = self.shifts_cancel and of_other * of_scores == -1
+            reduction = self._of_rows(other, scores, below.at) if of_rows else ""
+            site = self.up(op, scores, below.times(of_scores))
             if reduction in _LOW and (site.terms or any(stage.terms for stage in site.stages)):
                 raise Reason.RANGE.rejected(
                     f"the {reduction} of scores that may be masked is subtracted: it rounds their digits away"
                 )
             if reduction:
                 return site
-            number = torch_ops.concrete(other)
+            added, number = below.times(of_other), torch_ops.concrete(other)
             if isinstance(number, (int, float)):
                 if self.regions:
                     raise Reason.MASK.rejected("a constant is added to a part of the scores")
@@ -129,7 +123,7 @@ class Upwards(Walk):
                     raise Reason.IN_BETWEEN.rejected(
                         "a constant is added to the scores before a function, a factor of keys or a sink"
                     )
-                if not abs(number * bias_factor * factor) <= LARGEST_SCORE:
+                if not abs(number * added.factor) <= LARGEST_SCORE:
                     raise Reason.RANGE.rejected(
                         f"{number:g} is added to the scores, which rounds their digits away"
                     )
@@ -138,11 +132,11 @@ class Upwards(Walk):
                 raise Reason.NOT_A_TENSOR.rejected(
                     "something that is neither a number nor a tensor is added to the scores"
                 )
-            self.add(site, op, other, at, factor * bias_factor, scalers)
+            self.add(site, op, other, added)
             self._read_as_fill(site)
             return site
 
-        return self.either(op, [(scores, other) for scores, other, _ in sides], try_side)
+        return self.either(op, [(op.input, op["other"]), (op["other"], op.input)], try_side)
 
     def _read_as_fill(self, site: Attention) -> None:
         """Read `x * b + n * (1 - b)`, where b is proved to be 1 or 0, as x with a fill of n where b is 0."""
@@ -196,22 +190,22 @@ class Upwards(Walk):
             current = op.input
         return ""
 
-    def _function(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+    def _function(self, op: Op, below: Below) -> Attention:
         """A function of one score, such as the tanh of a softcap."""
         arguments = [op["exponent"]] if op.name == "pow" else []
         numbers = tuple(self.number(argument) for argument in arguments)
         if None in numbers or op.name == "exp" or op.input is op["exponent"]:
             raise between(op, result_of(op))
-        return self.stage(op, op.input, op.name, numbers, None, factor, scalers, at)
+        return self.stage(op, op.input, op.name, numbers, None, below)
 
     _tanh = _sigmoid = _relu = _abs = _pow = _function
 
-    def _cat(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+    def _cat(self, op: Op, below: Below) -> Attention:
         parts, dim = op["tensors"], torch_ops.concrete(op["dim"] or 0)
         result = tensor(op.node)
         if not isinstance(parts, (list, tuple)) or len(parts) != 2 or result is None:
             raise Reason.SINK.rejected("the scores are concatenated with more than one tensor")
-        if not isinstance(dim, int) or at.columns != (dim % result.dim(),) or scalers:
+        if not isinstance(dim, int) or below.at.columns != (dim % result.dim(),) or below.scalers:
             raise Reason.SINK.rejected("the scores are concatenated along a dim other than the keys")
         first, second = (tensor(part) for part in parts)
         if first is None or second is None:
@@ -223,106 +217,93 @@ class Upwards(Walk):
         column = tensor(sink)
         if column is None or not known_true(column.shape[dim] == 1) or column.dim() < 2:
             raise Reason.SINK.rejected("the scores are concatenated with more than one column")
-        site = self.seen(op, scores, factor, at)
+        site = self.seen(op, scores, below)
         if site.sink is not None:
             raise Reason.SINK.rejected("the attention has two sinks")
-        site.sink = Sink(self.term(op, sink, at, factor=factor), before)
+        site.sink = Sink(self.term(op, sink, below.at, factor=below.factor), before)
         site.below_sink = len(site.terms)
         return site
 
-    def _pad(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+    def _pad(self, op: Op, below: Below) -> Attention:
         """A sink that is a number, such as the zero of a softmax with 1 in its denominator."""
         pads, number = op["pad"], self.number(0.0 if op["value"] is None else op["value"])
         rank = result_of(op).dim()
-        columns = at.columns == (rank - 1,) and isinstance(pads, (list, tuple)) and not any(pads[2:])
+        columns = below.at.columns == (rank - 1,) and isinstance(pads, (list, tuple)) and not any(pads[2:])
         if not columns or tuple(pads[:2]) not in ((1, 0), (0, 1)) or op["mode"] not in (None, "constant"):
             raise between(op, result_of(op))
-        if number is None or scalers or not abs(number * factor) <= LARGEST_SCORE:
+        if number is None or below.scalers or not abs(number * below.factor) <= LARGEST_SCORE:
             raise Reason.SINK.rejected(
                 "the scores are padded with a value that is not known to be a finite score"
             )
-        site = self.seen(op, op.input, factor, at)
+        site = self.seen(op, op.input, below)
         if site.sink is not None:
             raise Reason.SINK.rejected("the attention has two sinks")
         column = site.q.then("new_full", (1,) * rank, number)
-        site.sink = Sink(self.term(op, column, at, factor=factor), pads[0] == 1)
+        site.sink = Sink(self.term(op, column, below.at, factor=below.factor), pads[0] == 1)
         site.below_sink = len(site.terms)
         return site
 
-    def _where(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+    def _where(self, op: Op, below: Below) -> Attention:
         if op["other"] is None:
             raise Reason.NOT_A_TENSOR.rejected("where is called with one argument")
 
         def try_side(scores: Any, other: Any) -> Attention:
             hides = scores is op["other"]
-            return self._filled(op, scores, op["condition"], other, hides, at, factor, scalers)
+            return self._filled(op, scores, op["condition"], other, hides, below)
 
         sides = [(op.input, op["other"]), (op["other"], op.input)]
         return self.either(op, [pair for pair in sides if self.number(pair[0]) is None], try_side)
 
-    def _masked_fill(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
-        return self._filled(op, op.input, op["mask"], op["value"], True, at, factor, scalers)
+    def _masked_fill(self, op: Op, below: Below) -> Attention:
+        return self._filled(op, op.input, op["mask"], op["value"], True, below)
 
-    def _filled(
-        self,
-        op: Op,
-        scores: Any,
-        condition: Any,
-        fill: Any,
-        hides: bool,
-        at: Arrangement,
-        factor: float,
-        scalers: Any,
-    ) -> Attention:
+    def _filled(self, op: Op, scores: Any, condition: Any, fill: Any, hides: bool, below: Below) -> Attention:
         number = self.number(fill)
         if number is None:
             raise Reason.MASK.rejected("masked scores are replaced by a tensor whose value is not known")
         mask = tensor(condition)
         if mask is None or mask.dtype != torch.bool:
             raise Reason.NOT_A_TENSOR.rejected("the condition of a mask is not a boolean tensor")
-        if not is_fill(number * factor) and not abs(number * factor) <= LARGEST_SCORE:
-            raise Reason.RANGE.rejected(
-                f"masked scores are replaced by {number * factor:g}, a large positive number"
-            )
-        if not is_fill(number * factor):
+        low = number * below.factor
+        if not is_fill(low) and not abs(low) <= LARGEST_SCORE:
+            raise Reason.RANGE.rejected(f"masked scores are replaced by {low:g}, a large positive number")
+        if not is_fill(low):
             function = "where" if hides else "where_not"
-            where = self.term(op, condition, at)
-            return self.stage(op, scores, function, (number,), where, factor, scalers, at)
-        if scalers:
+            where = self.term(op, condition, below.at)
+            return self.stage(op, scores, function, (number,), where, below)
+        if below.scalers:
             raise Reason.SCALE.rejected("the scores are scaled by a tensor after a mask")
-        site = self.up(op, scores, factor, scalers, at)
-        site.terms.append(self.term(op, condition, at, fill=number * factor, hides=hides))
+        site = self.up(op, scores, below)
+        site.terms.append(self.term(op, condition, below.at, fill=low, hides=hides))
         return site
 
-    def _clamp(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+    def _clamp(self, op: Op, below: Below) -> Attention:
         floor, ceiling = (None if op[name] is None else self.number(op[name]) for name in ("min", "max"))
         if (floor is None) != (op["min"] is None) or (ceiling is None) != (op["max"] is None):
             raise Reason.MASK.rejected("the bounds of a clamp of the scores are tensors")
-        if ceiling is not None or floor is None or not is_fill(floor * factor):
-            return self.stage(op, op.input, "clamp", (floor, ceiling), None, factor, scalers, at)
-        return self._floored(op, op.input, floor, factor, scalers, at)
+        if ceiling is not None or floor is None or not is_fill(floor * below.factor):
+            return self.stage(op, op.input, "clamp", (floor, ceiling), None, below)
+        return self._floored(op, op.input, floor, below)
 
-    def _hardtanh(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+    def _hardtanh(self, op: Op, below: Below) -> Attention:
         bounds = ((op["min_val"], -1.0), (op["max_val"], 1.0))
         numbers = tuple(self.number(default if given is None else given) for given, default in bounds)
         if None in numbers:
             raise Reason.MASK.rejected("the bounds of a clamp of the scores are tensors")
-        return self.stage(op, op.input, "clamp", numbers, None, factor, scalers, at)
+        return self.stage(op, op.input, "clamp", numbers, None, below)
 
-    def _maximum(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+    def _maximum(self, op: Op, below: Below) -> Attention:
         floor = self.number(op["other"])
         if floor is None:
             raise Reason.MASK.rejected("the bound of a clamp of the scores is a tensor")
-        if not is_fill(floor * factor):
-            return self.stage(op, op.input, "clamp", (floor, None), None, factor, scalers, at)
-        return self._floored(op, op.input, floor, factor, scalers, at)
+        if not is_fill(floor * below.factor):
+            return self.stage(op, op.input, "clamp", (floor, None), None, below)
+        return self._floored(op, op.input, floor, below)
 
-    def _floored(
-        self, op: Op, scores: Any, floor: float, factor: float, scalers: Any, at: Arrangement
-    ) -> Attention:
+    def _floored(self, op: Op, scores: Any, floor: float, below: Below) -> Attention:
         """max(scores, a number so low that only hidden scores are below it)."""
-        site = self.up(op, scores, factor, scalers, at)
-        low = floor * factor
+        site = self.up(op, scores, below)
+        low = floor * below.factor
         site.terms = [
             replace(t, fill=max(t.fill, low)) if t.fill is not None else replace(t, floor=low)
             for t in site.terms

@@ -8,19 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..._inductor import hint, is_body_of_dynamo, known_true
+from ..._inductor import is_body_of_dynamo, known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
 from ...graph.dims import permutation
 from ...graph.torch_ops import (
-    ADDING,
     CASTS,
     COPIES,
     EQUATIONS,
@@ -38,23 +36,35 @@ from . import einsum
 from .arrangement import NOT_OVER_KEYS, Arrangement, Misplaced, is_view, permuted
 from .assigned import Region, condition, region
 from .masks import Interpreter, is_fill, may_hide_rows
+from .no_product import ELEMENTWISE, NO_PRODUCT, OUTSIDE, between, has_product, stands_between
 from .normal_form import Attention, Stage, Term
 from .operands import Operand
 
-NO_PRODUCT = Reason.NO_PRODUCT("no product of queries and keys precedes the softmax")
-ELEMENTWISE = Reason.NO_PRODUCT("the scores are sums of elementwise products, not a matrix product")
-OUTSIDE = Reason.NO_PRODUCT(
-    "the scores are computed outside of the region (a checkpoint, say) of the softmax"
-)
-#: How far it is looked for, in nodes.
-REACH = 64
 #: How many nodes are tried on the way up: where an operation reads the scores twice, both sides are.
 MOST_STEPS = 1024
-#: Scores are not looked for beyond these: what is made of weights or tokens is none.
-_ENDS = frozenset("softmax _softmax scaled_dot_product_attention layer_norm rms_norm group_norm".split())
 
-#: ("mul" or "div", by what, leading sizes of the scores there).
-Scalers = list[tuple[str, Any, tuple[Any, ...]]]
+
+@dataclass(frozen=True)
+class Below:
+    """What is done to the scores that a node holds, from there down to the softmax.
+
+    Attributes:
+        at: what the dims of the scores are.
+        factor: the numbers by which they are multiplied.
+        scalers: the tensors: "mul" or "div", by what, leading sizes of the scores there.
+    """
+
+    at: Arrangement
+    factor: float = 1.0
+    scalers: tuple[tuple[str, Any, tuple[Any, ...]], ...] = ()
+
+    def times(self, number: float) -> Below:
+        """The same for scores that a number multiplies first."""
+        return replace(self, factor=self.factor * number)
+
+    def scaled(self, name: str, by: Term) -> Below:
+        """The same for scores that a tensor multiplies ("mul") or divides ("div") first."""
+        return replace(self, scalers=(*self.scalers, (name, by.node, by.lead)))
 
 
 @dataclass(frozen=True)
@@ -63,15 +73,13 @@ class Reading:
 
     Attributes:
         part: which.
-        at: what the dims of the scores are.
-        factor: numbers by which all scores are multiplied further down.
+        below: what is done to all scores.
         shifts_cancel: as in `Walk`, for what all scores have in common.
         terms: what acts on the scores before the part is read.
     """
 
     part: Region
-    at: Arrangement
-    factor: float
+    below: Below
     shifts_cancel: bool
     terms: tuple[Term, ...] = ()
 
@@ -113,14 +121,8 @@ class Walk:
         self.chooses = False
         self._steps = 0
 
-    def walk(self, node: Any, user: fx.Node, factor: float, scalers: Scalers, at: Arrangement) -> Attention:
-        """The attention whose scores `node` holds, seen by `user`, as far as the softmax's input.
-
-        Args:
-            factor: numbers by which the scores are multiplied further down.
-            scalers: the same for tensors.
-            at: what the dims of `node` are.
-        """
+    def walk(self, node: Any, user: fx.Node, below: Below) -> Attention:
+        """The attention whose scores `node` holds, seen by `user`, as far as the softmax's input."""
         op, scores = read(node), tensor(node)
         if op is None or scores is None or scores.dim() < 2:
             is_input = isinstance(node, fx.Node) and node.op == "placeholder"
@@ -132,7 +134,7 @@ class Walk:
             )
         writer = self.interpreter.mutations.last(node, user)
         if writer is not None and _writes_into(writer, node):
-            return self._written(writer, node, user, factor, scalers, at)
+            return self._written(writer, node, user, below)
         self.writes_by_view = self.writes_by_view or writer
         for other in readers(node):
             asks = reads_metadata(other, node)
@@ -141,7 +143,7 @@ class Walk:
         if not scores.is_floating_point():
             raise Reason.MIXED_DTYPES.rejected("the scores are not floating point")
         if op.name in PRODUCTS:
-            return self._product(op, at, factor, scalers)
+            return self._product(op, below)
         step = getattr(self, f"_{op.name}", None)
         if step is None and (op.name in CASTS or op.name in COPIES):
             step = self._through
@@ -151,18 +153,17 @@ class Walk:
             step = self._permutation
         if step is None:
             raise between(op, scores)
-        site: Attention = step(op, at, factor, scalers)
+        site: Attention = step(op, below)
         site.chain.append(node)
         return site
 
-    def _written(
-        self, writer: fx.Node, node: fx.Node, user: fx.Node, factor: float, scalers: Scalers, at: Arrangement
-    ) -> Attention:
+    def _written(self, writer: fx.Node, node: fx.Node, user: fx.Node, below: Below) -> Attention:
         """The attention whose scores `node` holds after a node has written to a part of them."""
         self.writing |= {writer, user}
         scores, masked = tensor(node), condition(writer, node)
         assert scores is not None
-        if scalers:
+        at, factor = below.at, below.factor
+        if below.scalers:
             raise Reason.SCALE.rejected(
                 "the scores are scaled by a tensor after a part of them is overwritten"
             )
@@ -179,15 +180,15 @@ class Walk:
                 raise Reason.OVERWRITTEN.rejected(f"{writer.name} overwrites the scores behind autograd")
             self.writing.update(views)
             self.others += readers(writer)
-            site, lead = self.walk(node, writer, factor, scalers, at), at.sizes(scores.shape)
+            site, lead = self.walk(node, writer, below), at.sizes(scores.shape)
             everywhere = site.q.then("new_full", (1,) * scores.dim(), 1.0).then("bool")
             term = Term(at.seen(mask or everywhere, scores.shape), lead, fill=number)
             site.terms.append(part.padded(term, at) if part is not None else term)
             site.chain += views
         else:
-            self.regions.append(Reading(part, at, factor, self.shifts_cancel))
+            self.regions.append(Reading(part, below, self.shifts_cancel))
             self.shifts_cancel = False
-            site = self.walk(part.written, writer if part.written is not writer else user, factor, [], at)
+            site = self.walk(part.written, writer if part.written is not writer else user, below)
             reading = self.regions.pop()
             self.shifts_cancel = reading.shifts_cancel
             count = len(reading.terms)
@@ -208,36 +209,36 @@ class Walk:
             )
         return number * factor
 
-    def _getitem(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+    def _getitem(self, op: Op, below: Below) -> Attention:
         """A part of the scores that is read in order to be written."""
         reading = self.regions[-1] if self.regions else None
         if reading is None and is_view(op):
-            return self._view(op, at, factor, scalers)
+            return self._view(op, below)
         if reading is None or not reading.part.is_of(op.input, op["index"]):
             raise between(op, result_of(op))
-        if factor != reading.factor or scalers:
+        if below.factor != reading.below.factor or below.scalers:
             raise Reason.SCALE.rejected("a part of the scores is scaled")
-        if at != reading.at:
+        if below.at != reading.below.at:
             raise Reason.IN_BETWEEN.rejected("a part of the scores is permuted")
         self.writing.add(op.node)
         self.regions.pop()
         inside, self.shifts_cancel = self.shifts_cancel, reading.shifts_cancel
-        site = self.up(op, op.input, factor, scalers, at)
+        site = self.up(op, op.input, below)
         self.shifts_cancel = inside
         if site.stages or site.sink is not None:
             raise Reason.IN_BETWEEN.rejected("a part of the scores is overwritten after a function of them")
         self.regions.append(replace(reading, terms=tuple(site.terms)))
         return site
 
-    def up(self, op: Op, scores: Any, factor: float, scalers: Any, at: Arrangement) -> Attention:
+    def up(self, op: Op, scores: Any, below: Below) -> Attention:
         """The attention above `op`, whose argument `scores` holds the scores."""
-        return self.walk(scores, op.node, factor, scalers, at)
+        return self.walk(scores, op.node, below)
 
-    def seen(self, op: Op, scores: Any, factor: float, at: Arrangement) -> Attention:
+    def seen(self, op: Op, scores: Any, below: Below) -> Attention:
         """The attention above `op`, to which a score is more than its distance from the others of its row."""
         before, self.shifts_cancel = self.shifts_cancel, False
         try:
-            return self.up(op, scores, factor, [], at)
+            return self.up(op, scores, below)
         finally:
             self.shifts_cancel = before
 
@@ -246,28 +247,28 @@ class Walk:
         shape = _shape(op)
         return Term(at.seen(node, shape), at.sizes(shape), **how)
 
-    def add(self, site: Attention, op: Op, node: Any, at: Arrangement, factor: float, scalers: Any) -> None:
+    def add(self, site: Attention, op: Op, node: Any, below: Below) -> None:
         """Add a tensor that `op` adds to the scores to the biases of the site.
 
         A softmax does not change by a term that is equal for all keys, unless the term absorbs the scores. So
         such a term is dropped, and q gets 0 times the term, for the gradient of the term, which is zero.
         """
-        term = self.term(op, node, at, factor=factor)
+        term = self.term(op, node, below.at, factor=below.factor)
         added = tensor(term.node)
         constant = added is not None and (added.dim() == 0 or known_true(added.shape[-1] == 1))
         apart = constant and self.shifts_cancel and not self.regions and not site.stages
         if apart and not may_hide_rows(term.node):
             site.scalers.append(("shift", term.node, term.lead))
         else:
-            site.terms.append(self._scaled_too(op, term, scalers))
+            site.terms.append(self._scaled_too(op, term, below))
 
-    def _scaled_too(self, op: Op, term: Term, scalers: Scalers) -> Term:
+    def _scaled_too(self, op: Op, term: Term, below: Below) -> Term:
         """What `op` adds, scaled by tensors together with the scores: by numbers of samples and heads.
 
         A number below 0 would make a mask raise keys, so that gradients are lost.
         """
         operand = Operand.of(term.node)
-        for kind, by, lead in scalers:
+        for kind, by, lead in below.scalers:
             scale, numbers = Operand.of(by), tensor(by)
             sizes = [1, 1] if numbers is None else [1, 1, *numbers.shape]
             alike = same_shape(lead, term.lead) or len(sizes) == 2
@@ -278,28 +279,21 @@ class Walk:
             if result_of(op).requires_grad and may_hide_rows(term.node):
                 raise Reason.SCALE.rejected("the scores are scaled by a tensor after a mask")
             operand = operand.then(torch.div if kind == "div" else torch.mul, scale)
-        return replace(term, node=operand) if scalers else term
-
-    def scaler(self, op: Op, node: Any, at: Arrangement) -> tuple[str, Any, tuple[Any, ...]]:
-        """What `op` multiplies or divides the scores by."""
-        shape = _shape(op)
-        return op.name, at.seen(node, shape), at.sizes(shape)
+        return replace(term, node=operand) if below.scalers else term
 
     def stage(
         self, op: Op, scores: Any, function: str, numbers: tuple[float | None, ...], operand: Term | None,
-        factor: float, scalers: Any, at: Arrangement,
+        below: Below,
     ) -> Attention:  # fmt: skip
         """The attention above `op`, a function of the scores: what stands before it becomes a `Stage`."""
-        if scalers and function in ("where", "where_not"):
-            raise Reason.SCALE.rejected(
-                "the scores are scaled by a tensor after a mask"
-            )  # whose number it may lower to a fill
-        site = self.seen(op, scores, 1.0, at)
+        if below.scalers and function in ("where", "where_not"):  # whose number they may lower to a fill
+            raise Reason.SCALE.rejected("the scores are scaled by a tensor after a mask")
+        site = self.seen(op, scores, Below(below.at))
         if site.sink is not None:
             raise Reason.SINK.rejected(f"{op.name} is applied to an attention sink")
         stage = Stage(site.scale, site.scalers, site.terms, function, numbers, operand)
         site.stages.append(stage)
-        site.scale, site.scalers, site.terms = factor, list(scalers), []
+        site.scale, site.scalers, site.terms = below.factor, list(below.scalers), []
         return site
 
     def number(self, other: Any) -> float | None:
@@ -330,88 +324,86 @@ class Walk:
             try:
                 return attempt(scores, other)
             except Rejected as miss:
-                kept = _has_product(scores, value) or miss.reason in (ELEMENTWISE, OUTSIDE)
+                kept = has_product(scores, value) or miss.reason in (ELEMENTWISE, OUTSIDE)
                 misses.append(miss if kept else Rejected(NO_PRODUCT))
                 self.restore(before)
         found = [m for m in misses if m.reason not in (NO_PRODUCT, ELEMENTWISE, OUTSIDE)]
         misses.sort(key=lambda m: m.reason == NO_PRODUCT)
-        if not found and not misses and result is not None and _has_product(op.node, result):
+        if not found and not misses and result is not None and has_product(op.node, result):
             raise Reason.SHAPES.rejected("the scores are broadcast by an operation on them")
         raise (found or misses or [Rejected(NO_PRODUCT)])[0]
 
-    def _through(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
-        return self.up(op, op.input, factor, scalers, at)
+    def _through(self, op: Op, below: Below) -> Attention:
+        return self.up(op, op.input, below)
 
-    def _permutation(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+    def _permutation(self, op: Op, below: Below) -> Attention:
         dims = permutation(op)
         assert dims is not None
-        return self.up(op, op.input, factor, scalers, at.above(dims))
+        return self.up(op, op.input, replace(below, at=below.at.above(dims)))
 
-    def _view(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+    def _view(self, op: Op, below: Below) -> Attention:
         before, after = tensor(op.input), tensor(op.node)
         if before is None or after is None or before.dim() < 2:
             raise Reason.NO_PRODUCT.rejected(
                 f"an operand of {op.name}, which computes the scores, is not a matrix"
             )
-        above = at.viewed(after.shape, before.shape)
+        above = below.at.viewed(after.shape, before.shape)
         if above is None:
-            if not _has_product(op.node, after):
+            if not has_product(op.node, after):
                 raise Rejected(NO_PRODUCT)
             raise Misplaced(Reason.IN_BETWEEN(f"{op.name} reshapes the query or key dim of the scores"))
-        return self.up(op, op.input, factor, scalers, above)
+        return self.up(op, op.input, replace(below, at=above))
 
-    def _dropout(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+    def _dropout(self, op: Op, below: Below) -> Attention:
         if dropout_p(op) != 0.0:
             raise Reason.DROPOUT.rejected("dropout is applied to the scores before the softmax")
-        return self.up(op, op.input, factor, scalers, at)
+        return self.up(op, op.input, below)
 
-    def _baddbmm(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+    def _baddbmm(self, op: Op, below: Below) -> Attention:
         beta, alpha = (
             torch_ops.concrete(op[name]) if op[name] is not None else 1 for name in ("beta", "alpha")
         )
         if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)):
             raise Reason.NOT_A_TENSOR.rejected(f"alpha or beta of {op.name} is not a constant")
         left, right = (op["batch1"], op["batch2"]) if op.name == "baddbmm" else (op["mat1"], op["other"])
-        site = self._operands(op, left, right, at, factor * alpha, scalers)
+        site = self._operands(op, left, right, below.times(alpha))
         if beta != 0:
-            term = self.term(op, op.input, at, factor=factor * beta)
-            site.terms.append(self._scaled_too(op, term, scalers))
+            term = self.term(op, op.input, below.at, factor=below.factor * beta)
+            site.terms.append(self._scaled_too(op, term, below))
         return site
 
     _addmm = _baddbmm
 
-    def _product(self, op: Op, at: Arrangement, factor: float, scalers: Any) -> Attention:
+    def _product(self, op: Op, below: Below) -> Attention:
         if op.node.kwargs.get("out") is not None:
             raise Reason.OVERWRITTEN.rejected("the product writes to a given tensor (out=)")
         if self.merged:
-            at = at.split()
+            below = replace(below, at=below.at.split())
         if op.name in EQUATIONS:
-            self.chooses = op.name == "linear" and not at.rows
+            self.chooses = op.name == "linear" and not below.at.rows
             try:
-                q, k = einsum.queries_and_keys(op, at)
+                q, k = einsum.queries_and_keys(op, below.at)
             except Misplaced:
-                if any(_has_product(each, result_of(op)) for each in op.node.all_input_nodes):
-                    raise Misplaced(_stands_between(op)) from None
+                if any(has_product(each, result_of(op)) for each in op.node.all_input_nodes):
+                    raise Misplaced(stands_between(op)) from None
                 raise
-            site = self._site(op, q, k, at, factor, scalers)
+            site = self._site(op, q, k, below)
             if op["bias"] is not None:
-                self.add(site, op, op["bias"], at, factor, scalers)
+                self.add(site, op, op["bias"], below)
         else:
-            site = self._operands(op, op.input, op["other"], at, factor, scalers)
+            site = self._operands(op, op.input, op["other"], below)
         site.chain.append(op.node)
         return site
 
-    def _operands(
-        self, op: Op, left: Any, right: Any, at: Arrangement, factor: float, scalers: Any
-    ) -> Attention:
+    def _operands(self, op: Op, left: Any, right: Any, below: Below) -> Attention:
         """The attention of a product of matrices: q and k, or k and q where the scores are transposed."""
         first, second = (Operand.of(n) if isinstance(n, fx.Node) else None for n in (left, right))
-        leading = tuple(range(len(_shape(op)) - 1))
+        leading, at = tuple(range(len(_shape(op)) - 1)), below.at
         if first is not None and second is not None and second.value.dim() == 1:
             if (at.lead, at.rows, at.columns) != (leading, (), (len(leading),)):
                 raise Misplaced(NOT_OVER_KEYS)
             query = second.reshape((*[1] * len(leading), 1, *second.shape))
-            return self._site(op, query, first, at, factor, scalers)
+            return self._site(op, query, first, below)
         if first is None or second is None or first.value.dim() < 2 or second.value.dim() < 2:
             raise Reason.NO_PRODUCT.rejected("an operand of the product of q and k is not a matrix")
         shape = _shape(op)
@@ -420,84 +412,21 @@ class Walk:
         if single is None or both not in ((rank - 2, rank - 1), (rank - 1, rank - 2)):
             if all(known_true(size == 1) for size in shape[-2:]):
                 raise Rejected(ELEMENTWISE)
-            made = any(_has_product(each.node, result_of(op)) for each in (first, second))
-            raise Misplaced(_stands_between(op) if made else NOT_OVER_KEYS)
+            made = any(has_product(each.node, result_of(op)) for each in (first, second))
+            raise Misplaced(stands_between(op) if made else NOT_OVER_KEYS)
         q, k = (
             permuted(first, (*single.lead, rank - 2, rank - 1)),
             permuted(second, (*single.lead, rank - 1, rank - 2)),
         )
         if both[0] == rank - 1:
             q, k = k, q
-        return self._site(op, q, k, single, factor, scalers)
+        return self._site(op, q, k, replace(below, at=single))
 
-    def _site(
-        self, op: Op, q: Operand, k: Operand, at: Arrangement, factor: float, scalers: Any
-    ) -> Attention:
+    def _site(self, op: Op, q: Operand, k: Operand, below: Below) -> Attention:
         return Attention(
-            q=q, k=k, lead=at.sizes(_shape(op)), softmax=op.node, product=op.node, scale=factor,
-            scalers=list(scalers),
+            q=q, k=k, lead=below.at.sizes(_shape(op)), softmax=op.node, product=op.node, scale=below.factor,
+            scalers=list(below.scalers),
         )  # fmt: skip
-
-
-def between(op: Op, scores: torch.Tensor) -> Rejected:
-    """Why what holds `scores`, the result of `op`, cannot be read further up."""
-    source = read(op.input) if op.name == "sum" else None
-    if source is not None and source.name == "mul":
-        return Rejected(ELEMENTWISE)
-    made = _norms_scores(op) or _has_product(op.node, scores)
-    return Rejected(_stands_between(op) if made else NO_PRODUCT)
-
-
-def _norms_scores(op: Op) -> bool:
-    """Whether an operation normalises a product of matrices, none of which holds weights."""
-    current: Op | None = op if op.name in _ENDS else None
-    for _ in range(3):
-        made_of = [] if current is None else current.node.all_input_nodes
-        current = read(made_of[0]) if made_of else None
-        if current is None or current.name in _ENDS:
-            return False
-        if current.name in PRODUCTS - {"linear"}:
-            sides = map(read, current.node.all_input_nodes)
-            return not any(side is not None and side.name in (*_ENDS, "dropout") for side in sides)
-        if current.name not in {"mul", "div", "add"} | CASTS | VIEWS:
-            return False
-    return False
-
-
-def _stands_between(op: Op) -> str:
-    return Reason.IN_BETWEEN(f"{op.name} is between the product of q and k and the softmax")
-
-
-def _has_product(node: fx.Node, scores: torch.Tensor) -> bool:
-    """Whether a product that may be that of queries and keys is near above `scores`.
-
-    It has their dims of queries and keys, or both in one.
-    """
-    sizes = _sizes(scores)
-    frontier, seen = [node], {node}
-    while frontier and len(seen) < REACH:
-        current = frontier.pop(0)
-        op, value = read(current), tensor(current)
-        # The matrix of a linear is seldom one of keys.
-        if op is not None and value is not None and op.name in (PRODUCTS | ADDING) - {"linear"}:
-            if {hint(size) for size in value.shape[-2:]} <= sizes:
-                return True
-            continue
-        if op is not None and op.name in _ENDS:
-            continue
-        taken = op is not None and op.name in ("getitem", "narrow", "topk", "gather")
-        whole = tensor(op.input) if op is not None and taken else None
-        sizes |= set() if whole is None else _sizes(whole)
-        found = [n for n in current.all_input_nodes if n not in seen]
-        seen.update(found)
-        frontier += found
-    return False
-
-
-def _sizes(scores: torch.Tensor) -> set[int]:
-    """The sizes of single dims, and of two adjacent dims as one."""
-    sizes = [hint(size) for size in scores.shape]
-    return {*sizes, *(a * b for a, b in pairwise(sizes))}
 
 
 def result_of(op: Op) -> torch.Tensor:

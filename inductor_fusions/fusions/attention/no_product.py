@@ -1,0 +1,85 @@
+"""Why scores are not read up to a product of queries and keys: it is behind something else, or not there."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import fx
+
+from ..._inductor import hint
+from ...fusion import Rejected
+from ...graph.torch_ops import ADDING, CASTS, PRODUCTS, VIEWS, Op, read, tensor
+from ...reasons import Reason
+
+NO_PRODUCT = Reason.NO_PRODUCT("no product of queries and keys precedes the softmax")
+ELEMENTWISE = Reason.NO_PRODUCT("the scores are sums of elementwise products, not a matrix product")
+OUTSIDE = Reason.NO_PRODUCT(
+    "the scores are computed outside of the region (a checkpoint, say) of the softmax"
+)
+#: How far a product is looked for, in nodes.
+REACH = 64
+#: Scores are not looked for beyond these: what is made of weights or tokens is none.
+_ENDS = frozenset("softmax _softmax scaled_dot_product_attention layer_norm rms_norm group_norm".split())
+
+
+def between(op: Op, scores: torch.Tensor) -> Rejected:
+    """Why what holds `scores`, the result of `op`, cannot be read further up."""
+    source = read(op.input) if op.name == "sum" else None
+    if source is not None and source.name == "mul":
+        return Rejected(ELEMENTWISE)
+    made = _norms_scores(op) or has_product(op.node, scores)
+    return Rejected(stands_between(op) if made else NO_PRODUCT)
+
+
+def _norms_scores(op: Op) -> bool:
+    """Whether an operation normalises a product of matrices, none of which holds weights."""
+    current: Op | None = op if op.name in _ENDS else None
+    for _ in range(3):
+        made_of = [] if current is None else current.node.all_input_nodes
+        current = read(made_of[0]) if made_of else None
+        if current is None or current.name in _ENDS:
+            return False
+        if current.name in PRODUCTS - {"linear"}:
+            sides = map(read, current.node.all_input_nodes)
+            return not any(side is not None and side.name in (*_ENDS, "dropout") for side in sides)
+        if current.name not in {"mul", "div", "add"} | CASTS | VIEWS:
+            return False
+    return False
+
+
+def stands_between(op: Op) -> str:
+    """The reason where an operation is behind the product."""
+    return Reason.IN_BETWEEN(f"{op.name} is between the product of q and k and the softmax")
+
+
+def has_product(node: fx.Node, scores: torch.Tensor) -> bool:
+    """Whether a product that may be that of queries and keys is near above `scores`.
+
+    It has their dims of queries and keys, or both in one.
+    """
+    sizes = _sizes(scores)
+    frontier, seen = [node], {node}
+    while frontier and len(seen) < REACH:
+        current = frontier.pop(0)
+        op, value = read(current), tensor(current)
+        # The matrix of a linear is seldom one of keys.
+        if op is not None and value is not None and op.name in (PRODUCTS | ADDING) - {"linear"}:
+            if {hint(size) for size in value.shape[-2:]} <= sizes:
+                return True
+            continue
+        if op is not None and op.name in _ENDS:
+            continue
+        taken = op is not None and op.name in ("getitem", "narrow", "topk", "gather")
+        whole = tensor(op.input) if op is not None and taken else None
+        sizes |= set() if whole is None else _sizes(whole)
+        found = [n for n in current.all_input_nodes if n not in seen]
+        seen.update(found)
+        frontier += found
+    return False
+
+
+def _sizes(scores: torch.Tensor) -> set[int]:
+    """The sizes of single dims, and of two adjacent dims as one."""
+    sizes = [hint(size) for size in scores.shape]
+    return {*sizes, *(a * b for a, b in pairwise(sizes))}

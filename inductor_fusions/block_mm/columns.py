@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ..graph.builder import Builder
+from ..graph.dims import Selection, selection
 from ..graph.products import RESHAPES, VIEWS, Product, product, same_sizes, tensor, value
 
 aten = torch.ops.aten
@@ -89,7 +90,7 @@ def halves(call: fx.Node) -> tuple[Columns, Columns] | None:
     given: tuple[Any, ...] = call.args
     source, dim = given[0], given[1] if len(given) > 1 else -1
     whole = _columns(source, 16)
-    if whole is None or not isinstance(source, fx.Node) or not _is_last((dim,), source):
+    if whole is None or not isinstance(dim, int) or dim % value(source).dim() != value(source).dim() - 1:
         return None
     half = whole.count // 2
     first, second = _taken(whole, range(half)), _taken(whole, range(half, 2 * half))
@@ -107,28 +108,31 @@ def _columns(node: Any, depth: int) -> Columns | None:
     if base is not None:
         width = value(node).shape[1]
         return Columns(base, 0, 1, width) if isinstance(width, int) else None
-    args: tuple[Any, ...] = node.args
-    source = args[0] if args else None
-    if node.target is operator.getitem:
-        return _of_parts(node, depth)
-    if node.target is aten.select.int and len(args) == 3:
-        return _of_rows(source, *args[1:], depth)
     if node.target is aten.add.Tensor:
         return _with_bias(node, depth)
-    inside = _columns(source, depth - 1)
+    if (taken := selection(node)) is not None:
+        return _selected(taken, depth)
+    inside = _columns(node.args[0], depth - 1) if node.target in RESHAPES else None
     if inside is None:
         return None
-    assert isinstance(source, fx.Node)
-    if node.target in RESHAPES:
-        return inside if same_sizes(value(source).shape[-1:], value(node).shape[-1:]) else None
-    if node.target is not aten.slice.Tensor or not _is_last(args[1:2] or (0,), source):
+    return inside if same_sizes(value(node.all_input_nodes[0]).shape[-1:], value(node).shape[-1:]) else None
+
+
+def _selected(taken: Selection, depth: int) -> Columns | None:
+    """Columns that an operation takes, or one row of a view of them as a matrix."""
+    last = len(taken.index) - 1
+    dim, *others = taken.dims or [last]
+    part = taken.index[dim]
+    if others:
         return None
-    if inside.count != value(source).shape[-1]:  # columns of heads
+    if type(part) is int:
+        return _of_rows(taken.source, dim, part, depth)
+    inside = _columns(taken.source, depth - 1) if dim == last and isinstance(part, slice) else None
+    if inside is None or inside.count != value(taken.source).shape[-1]:  # columns of heads
         return None
-    given = [*args[2:], *[None] * 3][:3]
-    if not all(each is None or isinstance(each, int) for each in given):
+    if not all(each is None or type(each) is int for each in (part.start, part.stop, part.step)):
         return None
-    return _taken(inside, range(inside.count)[slice(*given)])
+    return _taken(inside, range(inside.count)[part])
 
 
 def _with_bias(node: fx.Node, depth: int) -> Columns | None:
@@ -153,36 +157,11 @@ def _taken(whole: Columns, places: range) -> Columns | None:
     return Columns(whole.base, start, step, len(places))
 
 
-def _of_parts(node: fx.Node, depth: int) -> Columns | None:
-    """One of the results of an operation that takes the columns apart."""
-    args: tuple[Any, ...] = node.args
-    call, index = args
-    if not isinstance(call, fx.Node) or call.target not in SPLITS or not isinstance(index, int) or index < 0:
-        return None
-    source, *given = list[Any](call.args)
-    if not isinstance(source, fx.Node) or call.kwargs:
-        return None
-    if call.target is aten.unbind.int:
-        return _of_rows(source, given[0] if given else 0, index, depth)
-    inside, sizes = _columns(source, depth - 1), given[0]
-    if inside is None or inside.count != value(source).shape[-1] or not _is_last(given[1:] or (0,), source):
-        return None
-    if isinstance(sizes, int):
-        sizes = [sizes] * (index + 1)
-    if not isinstance(sizes, (list, tuple)) or not all(isinstance(size, int) for size in sizes):
-        return None
-    start = sum(sizes[:index])
-    return _taken(inside, range(start, min(start + sizes[index], inside.count)))
-
-
-def _of_rows(node: Any, dim: Any, index: Any, depth: int) -> Columns | None:
+def _of_rows(node: fx.Node, place: int, index: int, depth: int) -> Columns | None:
     """One row, or one column, of a view of the columns as a matrix."""
-    if not isinstance(node, fx.Node) or node.target not in RESHAPES or not isinstance(index, int):
-        return None
-    if not isinstance(dim, int):
+    if node.target not in RESHAPES:
         return None
     shape = value(node).shape
-    place = dim % len(shape)
     if place == 0 and len(shape) > 2:
         return _of_first(node, index, depth)
     rows = shape[-2:]
@@ -191,7 +170,6 @@ def _of_rows(node: Any, dim: Any, index: Any, depth: int) -> Columns | None:
     inside = _viewed(node, rows[0] * rows[1], depth)
     if inside is None:
         return None
-    index %= shape[place]
     along = len(shape) - place == 2
     start = index * rows[1] if along else index
     step, count = (1, rows[1]) if along else (rows[1], rows[0])
@@ -229,9 +207,3 @@ def _viewed(node: fx.Node, count: int, depth: int) -> Columns | None:
         if inside is not None and inside.count == count:
             return inside
     return None
-
-
-def _is_last(dims: Any, source: fx.Node) -> bool:
-    (dim,) = dims
-    rank = value(source).dim()
-    return isinstance(dim, int) and dim % rank == rank - 1

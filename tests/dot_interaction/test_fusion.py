@@ -81,9 +81,6 @@ SPELLINGS: dict[str, Function] = {
     "beside each other, some": lambda x, t: (
         torch.cat(t.split(1, 1)[:2], 1) * torch.cat(t.split(1, 1)[3:], dim=-2)
     ).sum(-1),
-    "beside each other, by ranges": lambda x, t: (
-        torch.cat([t[:, :1], t.narrow(1, 3, 1)], 1) * torch.cat([t[:, -1:], t[:, 1:2]], 1)
-    ).sum(-1),
     "summed, a dim kept": lambda x, t: (t[:, LI] * t[:, LJ]).sum(-1, keepdim=True) * 2,
     "reference": reference_dlrm,
     "itself": itself,
@@ -254,9 +251,6 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "summed over the pairs": (lambda x, t: (t[:, LI] * t[:, LJ]).sum(1), None),
     "beside each other, two rows each": (
         lambda x, t: (torch.cat((h := t.split(2, 1))[:2], 1) * torch.cat(h[:2][::-1], 1)).sum(-1), None
-    ),
-    "beside each other, ranges of two rows": (
-        lambda x, t: (torch.cat([t[:, :1], t[:, 1:3]], 1) * torch.cat([t[:, 3:], t[:, :1]], 1)).sum(-1), None
     ),
     "beside each other, over samples": (lambda x, t: beside(t, 0), None),
     "beside each other, of another": (

@@ -7,9 +7,10 @@ depends on the form.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -335,6 +336,20 @@ def reads_metadata(user: fx.Node, node: fx.Node) -> bool:
     if op.name in ("type_as", "to", "view_as", "reshape_as", "expand_as"):
         return op.input is not node
     return op.name in _LIKE or op.name in ("size", "dim", "sym_size", "_assert_tensor_metadata")
+
+
+def scaled_by(op: Op) -> tuple[Any, float] | None:
+    """What an operation multiplies by a finite number, perhaps in place, and the number; or None."""
+    if op.name == "neg":
+        return op.input, -1.0
+    x, by = replace(op, inplace=False).only("input", "other")
+    if op.name == "mul" and isinstance(x, (int, float)):
+        x, by = by, x
+    if op.name not in ("mul", "div") or type(by) not in (int, float) or not math.isfinite(by):
+        return None
+    if op.name == "div":
+        return (x, 1 / by) if by else None
+    return x, float(by)
 
 
 def dropout_p(op: Op) -> float:

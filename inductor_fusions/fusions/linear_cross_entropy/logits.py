@@ -8,7 +8,6 @@ bias may be an addition by itself.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from ..._inductor import known_true
 from ...fusion import Rejected
 from ...graph.dims import selection
 from ...graph.einsum import equation
-from ...graph.torch_ops import CASTS, COPIES, Op, linear_of, read
+from ...graph.torch_ops import CASTS, COPIES, Op, linear_of, read, scaled_by
 from ...operands import holds, tensor
 from ...reasons import Reason
 from .parts import Head, classes_of, one_head, rows_of
@@ -205,17 +204,13 @@ def _scaled(op: Op) -> tuple[Any, float]:
     """The operand that a number multiplies or divides, and the factor.
 
     Raises:
-        Rejected: the other operand is not a number.
+        Rejected: the other operand is not a number, or the result has another dtype.
     """
-    first, second = dataclasses.replace(op, inplace=False).only("input", "other")
-    if op.name == "mul" and isinstance(first, (int, float)):
-        first, second = second, first
-    before, after = tensor(first), tensor(op.node)
-    if before is None or after is None or type(second) not in (int, float) or before.dtype != after.dtype:
+    found = scaled_by(op)
+    before, after = tensor(found[0] if found is not None else None), tensor(op.node)
+    if found is None or before is None or after is None or before.dtype != after.dtype:
         raise _no_linear(op.node)
-    if op.name == "div" and not second:
-        raise Reason.RANGE.rejected("the logits are divided by 0")
-    return first, float(second if op.name == "mul" else 1 / second)
+    return found
 
 
 def _of_einsum(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, None] | None:

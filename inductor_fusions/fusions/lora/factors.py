@@ -19,12 +19,12 @@ from ..._inductor import known_true
 from ...effects.liveness import only_reader, replace
 from ...fusion import Candidate
 from ...graph.builder import Builder
-from ...graph.torch_ops import CASTS, linear_of, read
+from ...graph.torch_ops import CASTS, linear_of, read, scaled_by
 from ...operands import check_device, check_kind, same_shape, tensor
 from ...reasons import Reason
 from .inputs import Inputs
 from .norms import normalised
-from .second_product import MOST_STEPS, is_up, made, scaled_by
+from .second_product import MOST_STEPS, is_up, made
 
 if TYPE_CHECKING:
     from ..._inductor import Match

@@ -23,12 +23,12 @@ from ..._inductor import known_true
 from ...effects.liveness import readers, replace
 from ...fusion import Candidate, Rejected, Reported
 from ...graph.builder import Builder
-from ...graph.torch_ops import CASTS, TRANSPOSES, VIEWS, Op, linear_of, read
+from ...graph.torch_ops import CASTS, TRANSPOSES, VIEWS, Op, linear_of, read, scaled_by
 from ...operands import check_device, check_kind, tensor, text
 from ...reasons import Reason
 from .adapters import is_low_rank
 from .inputs import Inputs
-from .second_product import made, scaled_by
+from .second_product import made
 
 if TYPE_CHECKING:
     from ..._inductor import Match

@@ -24,11 +24,11 @@ from ...effects.liveness import is_dead, only_reader, replace
 from ...effects.writes import check_between
 from ...fusion import Candidate
 from ...graph.builder import Builder
-from ...graph.torch_ops import CASTS, VIEWS, Op, linear_of, read
+from ...graph.torch_ops import CASTS, VIEWS, Op, linear_of, read, scaled_by
 from ...operands import check_device, check_kind, holds, same_shape, tensor
 from ...reasons import Reason
 from .inputs import Inputs
-from .second_product import MOST_STEPS, cast, is_up, made, scaled_by
+from .second_product import MOST_STEPS, cast, is_up, made
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import fx
 
 from ...graph.builder import Builder
-from ...graph.torch_ops import CASTS, Op, linear_of, read
+from ...graph.torch_ops import CASTS, linear_of, read
 from ...operands import same_shape, tensor
 from .adapters import is_low_rank
 from .op import LORA_DOWN, LORA_DROPPED_DOWN
@@ -50,22 +49,6 @@ def _has_down(node: Any, rank: int) -> bool:
         whole = [x for x in sides if (found := tensor(x)) is not None and same_shape(found.shape, out.shape)]
         node = whole[0] if len(whole) == 1 else None
     return False
-
-
-def scaled_by(op: Op) -> tuple[Any, float] | None:
-    """The value that an operation multiplies by a number, and the number; or None."""
-    if op.name == "neg":
-        return op.input, -1.0
-    if op.name not in ("mul", "div") or op.rest or set(op.args) - {"input", "other"}:
-        return None
-    x, by = op.input, op["other"]
-    if op.name == "mul" and isinstance(x, (int, float)):
-        x, by = by, x
-    if not isinstance(by, (int, float)) or isinstance(by, bool) or not math.isfinite(by):
-        return None
-    if op.name == "div":
-        return (x, 1 / by) if by else None
-    return x, float(by)
 
 
 def made(make: Builder, target: str | Callable[..., Any], *args: Any) -> fx.Node:

@@ -21,8 +21,9 @@ from ...reasons import Reason
 from . import accumulate_kernel, downs, profit
 from .accumulate import LORA_ACCUMULATE
 from .adapters import Adapter, source
+from .checks import check_adapter, check_shapes
 from .emitter import Emitter
-from .recognise import Linear, check_adapter, check_shapes
+from .recognise import Linear
 from .sums import sum_at
 
 aten = torch.ops.aten

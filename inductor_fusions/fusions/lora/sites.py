@@ -21,11 +21,12 @@ from ...operands import tokens_of
 from ...reasons import Reason
 from . import accumulate_sites, downs, gather, gradients, profit, round_trips, unread
 from .adapters import Adapter, source, unrounded
+from .checks import check_adapter, check_shapes
 from .emitter import Emitter
 from .groups import current, grouped, is_whole, result_dtypes, shape_of
 from .masks import masked
 from .op import LORA_LINEAR
-from .recognise import Linear, check_adapter, check_shapes, linears
+from .recognise import Linear, linears
 from .sums import sums as read_sums
 from .sums import without
 

@@ -1,8 +1,8 @@
 """Reads what an operation does to the dims of a tensor, in Dynamo's torch-level graph.
 
-It may put them into another order (`permutation`), or take some of their elements (`selection`): `select`,
-`narrow`, slices, indices, and the parts of `split`, `chunk` and `unbind` take all of a dim, a range, or one
-number.
+It may put them into another order (`permutation`), reduce some of them (`reduced`), or take some of their
+elements (`selection`): `select`, `narrow`, slices, indices, and the parts of `split`, `chunk` and `unbind`
+take all of a dim, a range, or one number.
 """
 
 from __future__ import annotations
@@ -67,18 +67,26 @@ def permuted_by(node: Any, dims: list[int]) -> fx.Node | None:
     return op.input if isinstance(op.input, fx.Node) else None
 
 
-def appends_dim(op: Op) -> bool:
-    """Whether an operation is `x.unsqueeze(-1)` or `x[..., None]`."""
-    after = tensor(op.node)
-    if after is None:
-        return False
-    if op.name == "unsqueeze":
-        return isinstance(op["dim"], int) and op["dim"] % after.dim() == after.dim() - 1
-    if op.name != "getitem" or not isinstance(op["index"], tuple):
-        return False
-    *others, last = op["index"]
-    whole = all(i is Ellipsis or i == slice(None) for i in others)
-    return whole and last is None and (Ellipsis in others or len(others) == after.dim() - 1)
+def reduced(op: Op) -> tuple[tuple[int, ...] | None, bool]:
+    """The dims of a softmax or of a reduction, counted from the front, and whether they are kept.
+
+    None for a reduction over all dims; none of those that are not known.
+    """
+    value, dim, keeps = tensor(op.input), op["dim"], op["keepdim"]
+    if op.name == "max" and dim is None:  # x.max(-1, True)
+        dim, keeps = op["other"], op.rest[0] if op.rest else keeps
+    if dim is None:
+        return None, bool(keeps)
+    given = dim if isinstance(dim, (list, tuple)) else (dim,)
+    if value is None or not value.dim() or not all(type(each) is int for each in given):
+        return (), bool(keeps)
+    return tuple(sorted(each % value.dim() for each in given)), bool(keeps)
+
+
+def is_over_last(op: Op) -> bool:
+    """Whether a softmax or a reduction is over the last dim alone."""
+    value = tensor(op.input)
+    return value is not None and reduced(op)[0] == (value.dim() - 1,)
 
 
 @dataclass(frozen=True)
@@ -167,6 +175,17 @@ def _selected(
     gone = [isinstance(each, (int, torch.SymInt)) for each in index]
     places = tuple(None if gone[i] else i - sum(gone[:i]) for i in own)
     return Selection(source, tuple(index[i] for i in own), places, nodes, part)
+
+
+def appends_dim(op: Op) -> bool:
+    """Whether an operation is `x.unsqueeze(-1)` or `x[..., None]`."""
+    after = tensor(op.node)
+    if after is None:
+        return False
+    if op.name == "unsqueeze":
+        return isinstance(op["dim"], int) and op["dim"] % after.dim() == after.dim() - 1
+    taken = selection(op.node, adds=True)
+    return taken is not None and not taken.dims and taken.places == tuple(range(after.dim() - 1))
 
 
 def per_dim(index: Any, rank: int) -> list[Any] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from ...effects.liveness import readers
-from ...graph.dims import appends_dim
+from ...graph.dims import appends_dim, is_over_last
 from ...graph.torch_ops import CASTS, read, reads_metadata, tensor
 from ...operands import same_shape
 from ...reasons import Reason
@@ -19,11 +19,8 @@ from .normal_form import Attention, Sink, Term
 def logsumexp_of(scores: fx.Node) -> fx.Node | None:
     """The logsumexp over the keys, where something reads it."""
     for user in readers(scores):
-        op, before = read(user), tensor(scores)
-        if op is None or op.name != "logsumexp" or before is None or op.input is not scores:
-            continue
-        dim = op["dim"][0] if isinstance(op["dim"], (list, tuple)) and len(op["dim"]) == 1 else op["dim"]
-        if isinstance(dim, int) and dim % before.dim() == before.dim() - 1:
+        op = read(user)
+        if op is not None and op.name == "logsumexp" and op.input is scores and is_over_last(op):
             return user
     return None
 

@@ -14,7 +14,7 @@ from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
-from ...graph.dims import appends_dim
+from ...graph.dims import appends_dim, reduced
 from ...graph.torch_ops import Op, read, tensor
 from ...reasons import Reason
 from .arrangement import Arrangement
@@ -24,7 +24,6 @@ from .normal_form import Attention, Sink, Term
 from .operands import Operand
 from .structure import narrowed, predicate
 from .walk import Below, Walk, result_of
-from .written_out import reduction
 
 #: Reductions of scores that may be subtracted from them.
 _OF_ROWS = ("amax", "max", "amin", "min", "mean", "logsumexp")
@@ -165,9 +164,9 @@ class Upwards(Walk):
                 return ""
             own.append(current)
             if op.name in _OF_ROWS:
-                dim, keep = reduction(op)
-                over_keys = isinstance(dim, int) and dim % whole.dim() == at.columns[0]
-                over_all = op.name != "logsumexp" and dim is None and tensor(current) is not None
+                dims, keep = reduced(op)
+                over_keys = dims == at.columns
+                over_all = op.name != "logsumexp" and dims is None and tensor(current) is not None
                 source, detached = op.input, read(op.input)
                 if detached is not None and detached.name == "detach" and len(readers(source)) == 1:
                     own.append(source)

@@ -21,7 +21,7 @@ from torch import fx
 
 from ...effects.liveness import readers
 from ...fusion import Rejected
-from ...graph.dims import appends_dim
+from ...graph.dims import appends_dim, is_over_last, reduced
 from ...graph.torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, Op, read, tensor
 from ...reasons import Reason
 
@@ -117,7 +117,7 @@ def _of_logarithms(weights: fx.Node) -> Softmax | None:
         return None
     _check_only_reader(source.node, weights)
     _check_only_reader(total.node, source.node)
-    return Softmax(weights, source.input, source.node, _only(total["dim"]), (source.node, total.node))
+    return Softmax(weights, source.input, source.node, _dim_of(total), (source.node, total.node))
 
 
 def _check_only_reader(node: fx.Node, reader: fx.Node) -> None:
@@ -223,9 +223,8 @@ def _row_maximum(node: Any, scores: Any, dim: Any) -> list[fx.Node]:
     while (op := read(node)) is not None and not op.inplace:
         found.append(op.node)
         if op.name in ("amax", "max"):
-            over, keep = reduction(op)
-            rank = 0 if (whole := tensor(op.input)) is None else whole.dim()
-            same = isinstance(over, int) and isinstance(dim, int) and (over - dim) % max(rank, 1) == 0
+            (over, keep), whole = reduced(op), tensor(op.input)
+            same = whole is not None and isinstance(dim, int) and over == (dim % whole.dim(),)
             source = read(op.input)
             if source is not None and source.name == "detach":
                 found.append(source.node)
@@ -239,14 +238,6 @@ def _row_maximum(node: Any, scores: Any, dim: Any) -> list[fx.Node]:
             return []
         node = op.input
     return []
-
-
-def reduction(op: Op) -> tuple[Any, bool]:
-    """The dim of a reduction, and whether it is kept."""
-    dim, keep = op["dim"], op["keepdim"]
-    if op.name == "max" and dim is None:  # x.max(-1, True)
-        dim, keep = op["other"], keep if not op.rest else op.rest[0]
-    return _only(dim), bool(keep)
 
 
 @dataclass(frozen=True)
@@ -279,10 +270,8 @@ def sums_at(node: Any) -> Sums | None:
         nodes.append(op.node)
         number: Any = None
         if op.name == "sum" and op["dtype"] is None:
-            dim, whole = _only(op["dim"]), tensor(op.input)
-            last = whole is not None and isinstance(dim, int) and dim % whole.dim() == whole.dim() - 1
-            keeps = bool(op["keepdim"]) is not appended and (not appended or last)
-            return Sums(op.input, dim, keeps, more, least, tuple(nodes), zero)
+            keeps = reduced(op)[1] is not appended and (not appended or is_over_last(op))
+            return Sums(op.input, _dim_of(op), keeps, more, least, tuple(nodes), zero)
         if appends_dim(op) and not appended and zero is None:
             appended, node = True, op.input
             continue
@@ -301,15 +290,16 @@ def sums_at(node: Any) -> Sums | None:
     return None
 
 
+def _dim_of(op: Op) -> int | None:
+    """The dim of a reduction over one."""
+    dims, _ = reduced(op)
+    return dims[0] if dims and len(dims) == 1 else None
+
+
 def twins(exp: Op) -> list[fx.Node]:
     """All nodes that compute the same exponentials, in order."""
     found = ((node, read(node)) for node in readers(exp.input))
     return [n for n, op in found if op is not None and op.name == exp.name and not op.inplace]
-
-
-def _only(dim: Any) -> Any:
-    """The dim of a list of one."""
-    return dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
 
 
 def _quotient(exp: fx.Node, limit: int = 32) -> fx.Node | None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from ..._inductor import known_true
-from ...graph.dims import selection
+from ...graph.dims import is_over_last, selection
 from ...graph.torch_ops import Op, read
 from ...operands import same_shape, tensor
 
@@ -54,13 +54,6 @@ def of(op: Op) -> Picked | None:
     if op.name == "sub":
         return _difference(op)
     return _stacked(op) if op.name == "stack" else _gathered(op)
-
-
-def is_over_last(op: Op) -> bool:
-    """Whether a softmax or a logsumexp is over the last dim."""
-    value, dim = tensor(op.input), op["dim"]
-    dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
-    return value is not None and type(dim) is int and dim % value.dim() == value.dim() - 1
 
 
 def is_in_stack(node: fx.Node) -> bool:

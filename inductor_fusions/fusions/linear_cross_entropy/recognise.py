@@ -18,7 +18,7 @@ from torch import fx
 from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
-from ...graph.dims import SELECTS, permutation, selection
+from ...graph.dims import SELECTS, is_over_last, permutation, selection
 from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, read, spellings
 from ...operands import holds, tensor
 from ...reasons import Reason
@@ -98,7 +98,7 @@ def written_out(node: fx.Node) -> Unread | None:
     logits = op.input
     if op.name == "binary_cross_entropy_with_logits":
         logits = op.rest[0] if op.rest else None
-    elif op.name not in (*_SOFTMAXES, "softmax") or not log_probabilities.is_over_last(op):
+    elif op.name not in (*_SOFTMAXES, "softmax") or not is_over_last(op):
         return None
     following = {by.name for user in readers(node) if (by := read(user)) is not None}
     if op.name == "softmax" and not following & {"log", "gather", "take_along_dim"}:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...graph.dims import reduced
 from ...graph.torch_ops import read
 from ...layouts.leaving import settle
 from ...operands import tensor
@@ -53,13 +54,10 @@ def reduction_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...], int] | None:
     op = read(node)
     if op is None or op.name not in REDUCTIONS:
         return None
-    source, given = op.input, op["dim"]
+    source, (dims, keeps) = op.input, reduced(op)
     before = tensor(source)
     if not isinstance(source, fx.Node) or before is None or before.dim() < 3 or tensor(node) is None:
         return None
-    if op.name == "sum" and (name_of(source) != "exp" or op["keepdim"] is not True):
+    if not dims or (op.name == "sum" and (name_of(source) != "exp" or not keeps)):
         return None
-    dims = tuple(given) if isinstance(given, (list, tuple)) else (given,)
-    if not dims or not all(isinstance(dim, int) for dim in dims):
-        return None
-    return source, tuple(sorted(dim % before.dim() for dim in dims)), before.dim()
+    return source, dims, before.dim()

@@ -79,7 +79,7 @@ def beside(t: Any, dim: int = 1) -> Any:
 SPELLINGS: dict[str, Function] = {
     "beside each other": lambda x, t: beside(t),
     "beside each other, some": lambda x, t: (
-        torch.cat(t.split(1, 1)[:2], 1) * torch.cat(t.split(1, 1)[3:], dim=-2)
+        torch.cat(t.split(1, 1)[:2], 1) * torch.cat([t[:, 3:4], t.narrow(1, -1, 1)], dim=-2)
     ).sum(-1),
     "summed, a dim kept": lambda x, t: (t[:, LI] * t[:, LJ]).sum(-1, keepdim=True) * 2,
     "reference": reference_dlrm,

@@ -22,9 +22,9 @@ from torch import fx
 from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
-from ...graph.dims import Selection, permuted_by, selection
+from ...graph.dims import WHOLE, Selection, is_over_last, permuted_by, selection
 from ...graph.einsum import equation
-from ...graph.torch_ops import PRODUCTS, Op, read
+from ...graph.torch_ops import Op, read
 from ...operands import tensor
 
 _TRIANGLES = {torch.tril_indices: False, torch.triu_indices: True}
@@ -32,10 +32,6 @@ _TRIANGLES = {torch.tril_indices: False, torch.triu_indices: True}
 FLATTENS = ("flatten", "reshape", "view")
 #: What keeps the values of indices.
 _SAME = frozenset("to long cuda cpu contiguous clone detach".split())
-_WHOLE = slice(None)
-BY_MATRICES = "features are multiplied through matrices"
-#: What may be between features and their product with a matrix.
-_TO_MATRICES = frozenset("matmul bmm einsum linear squeeze unsqueeze transpose permute".split())
 #: Dense features of more columns are concatenated by others.
 WIDEST_DENSE = 1024
 
@@ -67,7 +63,7 @@ class Site:
     @property
     def gathers(self) -> bool:
         """Whether features are gathered before they are multiplied."""
-        return _squared(self.between[0]) is None
+        return squared(self.between[0]) is None
 
     @property
     def last(self) -> fx.Node:
@@ -118,30 +114,29 @@ def _of_gather(op: Op, z: Any) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any,
     """The features, what is between, and the indices of z[:, i, j] and z.flatten(1)[:, k]."""
     index = op["index"]
     if op.name == "index_select":
-        index = (_WHOLE, index) if op.only("input", "dim", "index")[1] in (1, -1) else None
-    if not isinstance(z, fx.Node) or not isinstance(index, tuple) or index[:1] != (_WHOLE,):
+        index = (WHOLE, index) if op.only("input", "dim", "index")[1] in (1, -1) else None
+    if not isinstance(z, fx.Node) or not isinstance(index, tuple) or index[:1] != (WHOLE,):
         return None
     if not all(map(_is_index, index[1:])):
         return None
     if len(index) == 3:
-        t = _squared(z)
+        t = squared(z)
         return None if t is None else (t, (z,), index[1:])
     view = read(z)
     if len(index) != 2 or view is None or view.name not in FLATTENS or not is_flattened(z):
         return None
-    t = _squared(view.input)
+    t = squared(view.input)
     return None if t is None else (t, (view.input, z), index[1:])
 
 
 def _of_sum(op: Op) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any, ...]] | None:
     """Read (t[:, i] * t[:, j]).sum(-1): the features t, the nodes between, and (i, j)."""
-    product, dim, _ = op.only("input", "dim", "keepdim")
-    dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+    product, *_ = op.only("input", "dim", "keepdim")
     by = read(product)
-    if by is None or by.name != "mul" or type(dim) is not int or dim not in (2, -1):
+    if by is None or by.name != "mul" or not is_over_last(op):
         return None
     sides = by.only("input", "other")
-    (left, i), (right, j) = (_gathered(side) or (None, None) for side in sides)
+    (left, i), (right, j) = (gathered(side) or (None, None) for side in sides)
     value = tensor(product)
     if left is None or left is not right or value is None or value.dim() != 3:
         return None
@@ -157,14 +152,14 @@ def _of_pairs(op: Op) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any, ...]] | 
     if len(found.first) != 3 or found.first != found.second or found.result != found.first[:2]:
         return None
     sides = found.left, found.right
-    (left, i), (right, j) = (_gathered(side) or (None, None) for side in sides)
+    (left, i), (right, j) = (gathered(side) or (None, None) for side in sides)
     return None if left is None or left is not right else (left, sides, (i, j))
 
 
 def is_flattened(node: fx.Node) -> bool:
     """Whether a node has the products of features with themselves as one row of each sample."""
     z = node.args[0] if node.args else None
-    if not isinstance(z, fx.Node) or _squared(z) is None:
+    if not isinstance(z, fx.Node) or squared(z) is None:
         return False
     flat, whole = tensor(node), tensor(z)
     if flat is None or whole is None or flat.dim() != 2:
@@ -172,116 +167,7 @@ def is_flattened(node: fx.Node) -> bool:
     return str(flat.shape[0]) == str(whole.shape[0])
 
 
-def unread(node: fx.Node) -> str:
-    """How pairs are read of products of features with themselves, where no kernel reads them so; else ""."""
-    op = read(node)
-    if op is None:
-        return ""
-    source, index = op.input, op["index"]
-    if op.name == "sum":
-        t = _through_matrices(op.input)
-        if t is not None and not any(map(_begins_products, readers(t))):
-            return BY_MATRICES
-        return "pairs are multiplied one by one" if _begins_loop(node) else ""
-    if op.name in ("tril", "triu"):
-        rows = all((by := read(user)) is not None and by.name in FLATTENS for user in readers(node))
-        return f"all products are read, through {op.name}" if rows and _squared_at(source) else ""
-    if op.name in ("getitem", "index_select") and _begins_products(node):
-        return BY_MATRICES
-    if op.name == "masked_select":
-        return "pairs are selected by a mask" if _squared_at(source) else ""
-    if not isinstance(index, tuple) or len(index) != 2 or index[0] != _WHOLE:
-        return ""
-    mask = tensor(index[1])
-    if mask is not None and mask.dtype == torch.bool and mask.dim() == 2 and _squared_at(source):
-        return "pairs are selected by a mask"
-    return ""
-
-
-def _through_matrices(product: Any) -> fx.Node | None:
-    """t, where a node is `(t[:, i] @ m) * t[:, j]`: with one matrix, or one for each feature or pair."""
-    op = read(product)
-    if op is None or op.name != "mul":
-        return None
-    for side, other in ((op.input, op["other"]), (op["other"], op.input)):
-        t: fx.Node | None = _source(other)
-        products = 0
-        while t is not None and isinstance(side, fx.Node) and (by := read(side)) is not None:
-            if by.name not in _TO_MATRICES and _source(side) is None:
-                break
-            products += by.name in PRODUCTS
-            if by.name == "einsum":
-                try:
-                    side = equation(by).left
-                except Rejected:
-                    break
-            else:
-                side = by.input if _source(side) is None else _source(side)
-            if products and t in (side, _source(side)):
-                return t
-    return None
-
-
-def _source(node: Any) -> fx.Node | None:
-    """The features of which a node is one, or has some."""
-    found = _gathered(node)
-    return _feature(node) if found is None else found[0]
-
-
-def _begins_products(node: fx.Node) -> bool:
-    """Whether a node takes the first features that are multiplied by others through matrices (FiBiNET)."""
-    t = _source(node)
-    if t is None:
-        return False
-    takers = [each for each in readers(t) if _source(each) is t]
-    for parts in [each for each in readers(t) if _source(each) is None]:
-        takers += [each for each in readers(parts) if _source(each) is t]
-
-    def products(taker: fx.Node) -> set[fx.Node]:
-        return {user for user in readers(taker) if _through_matrices(user) is t}
-
-    first = next((each for each in sorted(takers) if products(each)), None)
-    if first is not node:
-        return False
-    return _gathered(node) is not None or len(set[fx.Node]().union(*map(products, takers))) >= 3
-
-
-def _begins_loop(node: fx.Node) -> bool:
-    """Whether a sum is the first of three products of two features, or more, such as a loop computes."""
-    op = read(node)
-    pair = None if op is None else read(op.input)
-    found = None if pair is None or pair.name != "mul" else _feature(pair.input)
-    if found is None:
-        return False
-    loop: list[fx.Node] = []
-    for feature in filter(_feature, readers(found)):
-        for product in readers(feature):
-            op = read(product)
-            sides = [] if op is None or op.name != "mul" else [op.input, op["other"]]
-            two = sides and sides[0] is not sides[1] and all(_feature(side) is found for side in sides)
-            loop += [each for each in readers(product) if two and (by := read(each)) and by.name == "sum"]
-            if loop and loop[0] is not node:
-                return False
-            if len(set(loop)) >= 3:
-                return True
-    return False
-
-
-def _feature(node: Any) -> fx.Node | None:
-    """The features of which a node is one: `t[:, 2]`, `t.unbind(1)[2]`."""
-    taken = selection(node)
-    if taken is None:
-        return None
-    if taken.part is not None:
-        return taken.nodes[1]
-    return taken.source if _is_row(taken, keeps_dim=False) else None
-
-
-def _squared_at(z: Any) -> bool:
-    return isinstance(z, fx.Node) and _squared(z) is not None
-
-
-def _gathered(node: Any) -> tuple[fx.Node, Any] | None:
+def gathered(node: Any) -> tuple[fx.Node, Any] | None:
     """The features of which a node has some rows of each sample, and their indices."""
     op = read(node)
     if op is None or op.inplace:
@@ -299,7 +185,7 @@ def _gathered(node: Any) -> tuple[fx.Node, Any] | None:
     found = tensor(source)
     if found is None or found.dim() != 3 or not isinstance(index, tuple) or len(index) != 2:
         return None
-    return (source, index[1]) if index[0] == _WHOLE and _is_index(index[1]) else None
+    return (source, index[1]) if index[0] == WHOLE and _is_index(index[1]) else None
 
 
 def _put_together(op: Op) -> tuple[fx.Node, Any] | None:
@@ -310,14 +196,14 @@ def _put_together(op: Op) -> tuple[fx.Node, Any] | None:
     parts, dim = op.only("tensors", "dim")
     if not isinstance(parts, (list, tuple)) or dim not in (1, -2):
         return None
-    taken = [each for each in map(selection, parts) if each is not None and _is_row(each, op.name == "cat")]
+    taken = [each for each in map(selection, parts) if each is not None and is_row(each, op.name == "cat")]
     sources = {each.source for each in taken}
     if len(taken) != len(parts) or len(sources) != 1:
         return None
     return sources.pop(), [each.index[1].start if op.name == "cat" else each.index[1] for each in taken]
 
 
-def _is_row(taken: Selection, keeps_dim: bool) -> bool:
+def is_row(taken: Selection, keeps_dim: bool) -> bool:
     """Whether one row of each sample is taken."""
     if len(taken.index) != 3 or not keeps_dim:
         return len(taken.index) == 3 and taken.number(1) is not None
@@ -334,7 +220,7 @@ def _is_index(index: Any) -> bool:
     return found.dim() == 1 and found.dtype in (torch.int64, torch.int32)  # others are masks
 
 
-def _squared(z: fx.Node) -> fx.Node | None:
+def squared(z: fx.Node) -> fx.Node | None:
     """t, where z is t times its transpose, sample by sample."""
     product = tensor(z)
     if product is None or product.dim() != 3:

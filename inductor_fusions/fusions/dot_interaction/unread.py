@@ -1,0 +1,129 @@
+"""Reports pairwise products of features that are computed or read in a way for which there is no kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...effects.liveness import readers
+from ...fusion import Rejected
+from ...graph.dims import WHOLE, selection
+from ...graph.einsum import equation
+from ...graph.torch_ops import PRODUCTS, read
+from ...operands import tensor
+from .recognise import FLATTENS, gathered, is_row, squared
+
+BY_MATRICES = "features are multiplied through matrices"
+#: What may be between features and their product with a matrix.
+_TO_MATRICES = frozenset("matmul bmm einsum linear squeeze unsqueeze transpose permute".split())
+
+
+def how(node: fx.Node) -> str:
+    """How pairs are read of products of features with themselves, where no kernel reads them so; else ""."""
+    op = read(node)
+    if op is None:
+        return ""
+    source, index = op.input, op["index"]
+    if op.name == "sum":
+        t = _through_matrices(op.input)
+        if t is not None and not any(map(_begins_products, readers(t))):
+            return BY_MATRICES
+        return "pairs are multiplied one by one" if _begins_loop(node) else ""
+    if op.name in ("tril", "triu"):
+        rows = all((by := read(user)) is not None and by.name in FLATTENS for user in readers(node))
+        return f"all products are read, through {op.name}" if rows and _squared_at(source) else ""
+    if op.name in ("getitem", "index_select") and _begins_products(node):
+        return BY_MATRICES
+    if op.name == "masked_select":
+        return "pairs are selected by a mask" if _squared_at(source) else ""
+    if not isinstance(index, tuple) or len(index) != 2 or index[0] != WHOLE:
+        return ""
+    mask = tensor(index[1])
+    if mask is not None and mask.dtype == torch.bool and mask.dim() == 2 and _squared_at(source):
+        return "pairs are selected by a mask"
+    return ""
+
+
+def _through_matrices(product: Any) -> fx.Node | None:
+    """t, where a node is `(t[:, i] @ m) * t[:, j]`: with one matrix, or one for each feature or pair."""
+    op = read(product)
+    if op is None or op.name != "mul":
+        return None
+    for side, other in ((op.input, op["other"]), (op["other"], op.input)):
+        t: fx.Node | None = _source(other)
+        products = 0
+        while t is not None and isinstance(side, fx.Node) and (by := read(side)) is not None:
+            if by.name not in _TO_MATRICES and _source(side) is None:
+                break
+            products += by.name in PRODUCTS
+            if by.name == "einsum":
+                try:
+                    side = equation(by).left
+                except Rejected:
+                    break
+            else:
+                side = by.input if _source(side) is None else _source(side)
+            if products and t in (side, _source(side)):
+                return t
+    return None
+
+
+def _source(node: Any) -> fx.Node | None:
+    """The features of which a node is one, or has some."""
+    found = gathered(node)
+    return _feature(node) if found is None else found[0]
+
+
+def _begins_products(node: fx.Node) -> bool:
+    """Whether a node takes the first features that are multiplied by others through matrices (FiBiNET)."""
+    t = _source(node)
+    if t is None:
+        return False
+    takers = [each for each in readers(t) if _source(each) is t]
+    for parts in [each for each in readers(t) if _source(each) is None]:
+        takers += [each for each in readers(parts) if _source(each) is t]
+
+    def products(taker: fx.Node) -> set[fx.Node]:
+        return {user for user in readers(taker) if _through_matrices(user) is t}
+
+    first = next((each for each in sorted(takers) if products(each)), None)
+    if first is not node:
+        return False
+    return gathered(node) is not None or len(set[fx.Node]().union(*map(products, takers))) >= 3
+
+
+def _begins_loop(node: fx.Node) -> bool:
+    """Whether a sum is the first of three products of two features, or more, such as a loop computes."""
+    op = read(node)
+    pair = None if op is None else read(op.input)
+    found = None if pair is None or pair.name != "mul" else _feature(pair.input)
+    if found is None:
+        return False
+    loop: list[fx.Node] = []
+    for feature in filter(_feature, readers(found)):
+        for product in readers(feature):
+            op = read(product)
+            sides = [] if op is None or op.name != "mul" else [op.input, op["other"]]
+            two = sides and sides[0] is not sides[1] and all(_feature(side) is found for side in sides)
+            loop += [each for each in readers(product) if two and (by := read(each)) and by.name == "sum"]
+            if loop and loop[0] is not node:
+                return False
+            if len(set(loop)) >= 3:
+                return True
+    return False
+
+
+def _feature(node: Any) -> fx.Node | None:
+    """The features of which a node is one: `t[:, 2]`, `t.unbind(1)[2]`."""
+    taken = selection(node)
+    if taken is None:
+        return None
+    if taken.part is not None:
+        return taken.nodes[1]
+    return taken.source if is_row(taken, keeps_dim=False) else None
+
+
+def _squared_at(z: Any) -> bool:
+    return isinstance(z, fx.Node) and squared(z) is not None

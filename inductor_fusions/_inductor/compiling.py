@@ -8,6 +8,7 @@ import importlib
 import inspect
 import sys
 import warnings
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
@@ -115,6 +116,9 @@ def _drop(entry: Any) -> None:
     manager, gone = entry.guard_manager, DeletedGuardManagerWrapper("compiled apart")
     if isinstance(manager, DeletedGuardManagerWrapper) or manager.extra_state is None:
         return
+    # Where torch.compile cannot isolate recompiles (2.11), the caller's limit of recompiles would count the
+    # entry. Dynamo does not count entries that hold an object which the frame does not have.
+    gone.id_matched_objs = {"": weakref.ref(type(gone))}
     # Its arguments changed after 2.13; where none of these fits, the entry stays, and matches nothing.
     for arguments in ((entry, gone), (entry, gone, manager), (gone, manager)):
         with contextlib.suppress(TypeError):

@@ -350,12 +350,21 @@ def alone(up: fx.Node) -> Said:
 
 def _read_elsewhere(node: fx.Node) -> Said:
     """The other readers of the result of an adapter, if one of them adds it to a product."""
-    sums = [summands(each) for user in node.users for each in additions_behind([user])]
-    if all(sum(isinstance(x, fx.Node) and leads_to_products(x) for x, _ in terms) < 2 for terms in sums):
+    if not any(_is_added_to_product(user) for user in node.users):
         return Reason.NO_BASE(guards.read_elsewhere("the result of two products without a base", node.users))
     scaled_by = any(_other_factor(user, node) is not None for user in node.users)
     reason = "the gradient of a factor" if scaled_by else "the backward"
     return guards.read_elsewhere("the result of the adapter", node.users, reason)
+
+
+def _is_added_to_product(node: fx.Node) -> bool:
+    """Whether a sum behind a node has a product among its other terms."""
+    for before, top in enumerate(additions_behind([node])):
+        terms = [x for x, _ in summands(top) if isinstance(x, fx.Node)]
+        # A sum before this one, which is a term of it, counts as a product.
+        if sum(map(leads_to_products, terms)) > min(before, 1):
+            return True
+    return False
 
 
 def _other_factor(user: fx.Node, node: fx.Node) -> fx.Node | None:

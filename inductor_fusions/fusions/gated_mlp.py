@@ -322,7 +322,7 @@ _OTHERS = (aten.where.self, aten.log1p.default, aten.expm1.default, aten.clamp_m
 
 
 def _is_of_linears(node: fx.Node) -> bool:
-    """Whether a node multiplies two linears, or two convolutions, as they are."""
+    """Whether a node multiplies two linears as they are; or convolutions, or batches of products."""
     if node.target is not aten.mul.Tensor:
         return False
     sides = [through(x, RESHAPES | CASTS) if isinstance(x, fx.Node) else None for x in node.args]

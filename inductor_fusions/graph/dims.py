@@ -1,4 +1,4 @@
-"""Reads what an operation does to the dims of a tensor, in Dynamo's torch-level graph.
+"""Reads what an operation does to the dims of a tensor, in Dynamo's graph or in one of aten operations.
 
 It may put them into another order (`permutation`), reduce some of them (`reduced`), or take some of their
 elements (`selection`): `select`, `narrow`, slices, indices, and the parts of `split`, `chunk` and `unbind`

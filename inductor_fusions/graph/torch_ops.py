@@ -347,9 +347,9 @@ def scaled_by(op: Op) -> tuple[Any, float] | None:
         x, by = by, x
     if op.name not in ("mul", "div") or type(by) not in (int, float) or not math.isfinite(by):
         return None
-    if op.name == "div":
-        return (x, 1 / by) if by else None
-    return x, float(by)
+    if op.name == "mul":
+        return x, float(by)
+    return (x, 1 / by) if by and math.isfinite(1 / by) else None
 
 
 def dropout_p(op: Op) -> float:

@@ -241,6 +241,8 @@ def test_shipped_tables(name: str, row: Any) -> None:
     )
     arch = 10 * row["capability"][0] + row["capability"][1]
     found = code(posed, Config(**row["config"]), arch)
-    if Version(triton.__version__) >= Version("3.9") and posed.kind == "shared_a":
-        found = replace(found, spill_bytes=0, stack_bytes=0)  # it may spill there: docs/compatibility.md
+    # docs/compatibility.md
+    may_spill = Version(triton.__version__) >= Version("3.9") and row["config"]["block_n"] in (96, 192)
+    if may_spill and row["kind"] == "shared_a":
+        found = replace(found, spill_bytes=0, stack_bytes=0)
     assert found.fits, found

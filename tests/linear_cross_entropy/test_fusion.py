@@ -423,6 +423,19 @@ def test_two_losses() -> None:
     check(Two(causal), fused=2)
 
 
+@pytest.mark.parametrize(
+    "fn, classes",
+    [
+        (lambda h, w: (weights := F.linear(h, w).softmax(-1)).gather(-1, weights.topk(2, -1).indices), 8),
+        (lambda h, w: torch.multinomial(F.linear(h, w).softmax(-1), 1), V),
+    ],
+    ids=["router", "sampler"],
+)
+def test_probabilities_of_no_loss(fn: Function, classes: int) -> None:
+    seen = testing.capture(fn, torch.randn(4, H), torch.randn(classes, H))
+    assert "linear_cross_entropy" not in {site.fusion for site in seen.sites}
+
+
 def test_second_derivative() -> None:
     """Eager gives one; the operation has none, and says so."""
     h = torch.randn(5, H, requires_grad=True)

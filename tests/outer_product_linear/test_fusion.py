@@ -149,6 +149,7 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "an einsum of three without a weight": (
         lambda u, v, w, b: torch.einsum("bp,bp,bp->b", u, u * 2, u * 3), None,
     ),
+    "an einsum of three vectors": (lambda u, v, w, b: torch.einsum("i,i,i->i", u[0], u[1], u[2]), None),
     "channels of a convolution": (  # xDeepFM
         lambda u, v, w, b: F.conv1d(
             torch.einsum("bpd,bqd->bpqd", u[:, :, None] * b[:5], v[:, :, None] * b[:5]).flatten(1, 2),

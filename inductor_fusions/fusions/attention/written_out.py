@@ -224,7 +224,8 @@ def _row_maximum(node: Any, scores: Any, dim: Any) -> list[fx.Node]:
         found.append(op.node)
         if op.name in ("amax", "max"):
             (over, keep), whole = reduced(op), tensor(op.input)
-            same = whole is not None and isinstance(dim, int) and over == (dim % whole.dim(),)
+            rank = 0 if whole is None else whole.dim()
+            same = isinstance(dim, int) and rank > 0 and over == (dim % rank,)
             source = read(op.input)
             if source is not None and source.name == "detach":
                 found.append(source.node)

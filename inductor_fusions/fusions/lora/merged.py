@@ -179,14 +179,15 @@ def _made(weight: fx.Node, is_linear: bool) -> str:
 
 
 def _has_as_many(op: Op, weight: fx.Node) -> bool:
-    """Whether an operand of a product is a weight of the graph with as many elements, or a view of one."""
+    """Whether an operand of a product is an input of the graph with as many elements, or a view of one."""
     whole = tensor(weight)
     for node in op.node.all_input_nodes:
-        while (view := read(node)) is not None and view.name in VIEWS | TRANSPOSES | CASTS:
-            node = view.input
-        held = tensor(node)
-        sizes = [] if view is not None else [t.numel() for t in (held, whole) if t is not None]
-        if len(sizes) == 2 and known_true(sizes[0] == sizes[1]):
+        by = read(node)
+        while by is not None and by.name in VIEWS | TRANSPOSES | CASTS:
+            node = by.input
+            by = read(node)
+        held = tensor(node) if by is None else None
+        if held is not None and whole is not None and known_true(held.numel() == whole.numel()):
             return True
     return False
 

@@ -98,11 +98,11 @@ def _of_three(op: Op) -> str:
         return ""
     inputs, _, result = text.replace(" ", "").partition("->")
     factors = inputs.split(",")
-    for weight in factors:
-        others = [each for each in factors if each is not weight]
+    for i, weight in enumerate(factors):
+        others = [set(each) for each in (*factors[:i], *factors[i + 1 :])]
         summed = {x for x in weight if x not in result and inputs.count(x) == 2}
-        rows = set(others[0]).intersection(*others[1:])
-        if sum(bool(summed & set(each)) for each in others) > 1 and not (rows and rows <= set(weight)):
+        rows = set.intersection(*others)
+        if sum(bool(summed & each) for each in others) > 1 and not (rows and rows <= set(weight)):
             return f"einsum {text!r} multiplies {len(factors)} tensors at once"
     return ""
 
@@ -114,21 +114,30 @@ def _of_other_factors(op: Op, made: torch.Tensor, width: Any, inner: bool) -> st
         inner: whether other dims may be behind the products.
     """
     if op.name in ("mul", "matmul", "bmm"):
-        parts = [tensor(side) for side in (op.input, op["other"])]
-        shapes = [part.shape for part in parts if part is not None and part.dim() == made.dim()]
-        ends = range(2, made.dim()) if inner and op.name == "mul" else [made.dim() - 1]
-        for q in ends if len(shapes) == 2 and made.dim() > 2 else ():
-            p_size, q_size = made.shape[q - 1 : q + 1]
-            pairs = {tuple(map(str, shape[q - 1 : q + 1])) for shape in shapes}
-            crossed = pairs == {(str(p_size), "1"), ("1", str(q_size))} and "1" not in (
-                str(p_size),
-                str(q_size),
-            )
-            if crossed and known_true(p_size * q_size == width):
-                same = same_shape(shapes[0][: q - 1], shapes[1][: q - 1])
-                return BETWEEN if same and not inner else COLUMNS if same else OTHER_ROWS
+        return _of_broadcast(op, made, width, inner)
+    return _of_other_einsum(op, made, width, inner) if op.name == "einsum" else ""
+
+
+def _of_broadcast(op: Op, made: torch.Tensor, width: Any, inner: bool) -> str:
+    """The same of a product of columns and rows that are broadcast against each other."""
+    parts = [tensor(side) for side in (op.input, op["other"])]
+    shapes = [part.shape for part in parts if part is not None and part.dim() == made.dim()]
+    if len(shapes) != 2 or made.dim() < 3:
         return ""
-    text = op["equation"] if op.name == "einsum" else None
+    for end in range(3, made.dim() + 1) if inner and op.name == "mul" else [made.dim()]:
+        p, q = made.shape[end - 2 : end]
+        ends = {tuple(map(str, shape[end - 2 : end])) for shape in shapes}
+        crossed = ends == {(str(p), "1"), ("1", str(q))} and "1" not in (str(p), str(q))
+        if crossed and known_true(p * q == width):
+            if not same_shape(shapes[0][: end - 2], shapes[1][: end - 2]):
+                return OTHER_ROWS
+            return COLUMNS if inner else BETWEEN
+    return ""
+
+
+def _of_other_einsum(op: Op, made: torch.Tensor, width: Any, inner: bool) -> str:
+    """The same of an einsum."""
+    text = op["equation"]
     if not isinstance(text, str) or "->" not in text or "," not in text:
         return ""
     inputs, _, result = text.replace(" ", "").partition("->")

@@ -4,6 +4,7 @@
                                        keys are seen
     gqa d128 b8 8192/padded boolean    samples of 512 to 4,096 keys, padded on the left to 4,096 of 8,192
     step b16 4096/1024                 Llama-8B widths, 8 layers, a static cache, mode="reduce-overhead"
+    step llama-1b b1 4096/1024         another model of configs/models
 
 Each attention is timed on the device alone, with the L2 cache emptied in front of each call, as other layers
 leave it. SDPA runs with keys that are repeated for their groups, as Hugging Face writes it, and with
@@ -50,6 +51,8 @@ from inductor_fusions.fusions.attention.decode.plan import Config
 
 #: Heads of queries and of keys, and their width.
 HEADS = {"gqa d128": (32, 8, 128), "gqa d64": (32, 8, 64), "mha d128": (32, 32, 128)}
+#: Of whole steps; the first is the one that is not named.
+MODELS = ("llama-8b-8l", "llama-1b", "qwen3-8l", "gemma2-8l")
 #: Batch, length of the cache, keys in use; 0 for samples of 512 to 4,096 keys, padded on the left.
 CACHES = (
     (1, 4096, 1024), (16, 4096, 1024), (32, 4096, 1024), (8, 8192, 0), (32, 32768, 2048), (1, 32768, 2048),
@@ -77,7 +80,7 @@ BACKENDS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement; `kind` of `HEADS`, or "step"."""
+    """One measurement; `kind` of `HEADS`, or "step", which may name a model."""
 
     kind: str
     batch: int
@@ -104,7 +107,8 @@ def grid(quick: bool) -> list[Row]:
              ("mha d128", "boolean"), ("gqa d64", "additive"), ("mha d128", "additive")]  # fmt: skip
     found = [Row(heads, *cache, mask) for heads, mask in order for cache in CACHES]
     steps = [Row("step", *cache, "") for cache in (*CACHES[:2], CACHES[4], CACHES[3])]
-    return [*found, *steps]
+    models = [Row(f"step {name}", *CACHES[0], "") for name in MODELS[1:]]
+    return [*found, *steps, *models]
 
 
 def shown(row: Row, device: str) -> torch.Tensor:
@@ -283,19 +287,19 @@ class Step:
     def __init__(self, row: Row, device: str, small: bool) -> None:
         import transformers
 
-        path = Path("configs/models/llama-8b-8l.json")
-        given = json.loads(path.read_text())
+        name = row.kind.removeprefix("step").strip() or MODELS[0]
+        given = json.loads(Path(f"configs/models/{name}.json").read_text())
         if small:
             given |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 100,
                       "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
-        settings = transformers.LlamaConfig(**given)
+        settings = transformers.AutoConfig.for_model(**given)
         settings._attn_implementation = "sdpa"
         torch.manual_seed(0)
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
             with torch.device(device):
-                self.model = transformers.LlamaForCausalLM(settings).eval()
+                self.model = transformers.AutoModelForCausalLM.from_config(settings).eval()
         finally:
             torch.set_default_dtype(before)
         self.cache = transformers.StaticCache(config=settings, max_cache_len=row.keys)
@@ -326,11 +330,13 @@ VARIANTS: dict[str, Json] = {
     "stock": {"enabled": False},
     "sdpa": {"attention_kernel": "sdpa"},
     "decode": {"attention_kernel": "decode"},
+    "norms apart": {"attention_kernel": "decode", "norm_linear": False},
 }
 
 
 def step(row: Row, device: str, quick: bool) -> Json:
-    """A whole step: stock, the package with SDPA, and with the kernel for a few queries."""
+    """A whole step: stock, and the package with SDPA, with the kernel for a few queries, and without
+    `norm_linear`."""
     made = Step(row, device, quick)
     calls: dict[str, Callable[[], Any]] = {}
     logits, sites = {}, {}
@@ -366,12 +372,12 @@ def measure(row: Row, device: str, quick: bool) -> Json:
     """One row of the results."""
     if device == "cuda":
         torch.cuda.empty_cache()
-    return step(row, device, quick) if row.kind == "step" else attention(row, device, quick)
+    return step(row, device, quick) if row.kind.startswith("step") else attention(row, device, quick)
 
 
 def describe(found: Json) -> str:
     """A result in a few words."""
-    if found["kind"] == "step":
+    if found["kind"].startswith("step"):
         return (
             f"{found['times_us']}, {found.get('device_us')}, fused {found['fused']}, apart {found['apart']}"
         )
@@ -386,7 +392,7 @@ def table(path: Path, rows: list[Json]) -> None:
     names = plan.Shape(1, 1, 1, 1, 1, 1, torch.bfloat16, "").row
     found: dict[tuple[Any, ...], Json] = {}
     for row in rows:
-        if row["kind"] == "step":
+        if row["kind"].startswith("step"):
             continue
         new = {**{name: row[name] for name in names}, "gain": gain(row), "config": row["config"]}
         key = tuple(row[name] for name in names)

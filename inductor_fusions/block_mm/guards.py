@@ -18,6 +18,7 @@ from ..operands import tokens_of
 from ..reasons import Reason, Said
 from .columns import SPLITS
 from .heuristics import choose, decided
+from .op import Call
 from .problem import Problem, describe, of_operands
 
 #: Bulk copies and vector loads take 16 bytes at a time.
@@ -168,19 +169,25 @@ def check_products(products: Sequence[Product]) -> None:
 def problem(groups: Sequence[Sequence[Product]], gated: bool = False, activation: str = "") -> Problem:
     """The sizes of a grouped GEMM of these products, with the activation of the first group."""
     flat = [(index, p) for index, group in enumerate(groups) for p in group]
+    return _problem(
+        [p.a for _, p in flat], [p.b for _, p in flat], [index for index, _ in flat], gated, activation
+    )
 
+
+def problem_of(call: Call) -> Problem:
+    """The sizes of a call of the operation in a graph."""
+    return _problem(call.a, call.b, call.groups, call.gated, call.names[0])
+
+
+def _problem(
+    a: Sequence[fx.Node], b: Sequence[fx.Node], groups: Sequence[int], gated: bool, activation: str
+) -> Problem:
     def shape(node: fx.Node) -> tuple[tuple[object, ...], tuple[object, ...]]:
         return tuple(value(node).shape), tuple(value(node).stride())
 
-    return of_operands(
-        [shape(p.a) for _, p in flat],
-        [shape(p.b) for _, p in flat],
-        [index for index, _ in flat],
-        gated,
-        value(flat[0][1].a).dtype,
-        [(identity(p.a), identity(p.b)) for _, p in flat],
-        activation,
-    )
+    names = [(identity(left), identity(right)) for left, right in zip(a, b, strict=True)]
+    dtype = value(a[0]).dtype
+    return of_operands([*map(shape, a)], [*map(shape, b)], groups, gated, dtype, names, activation)
 
 
 def kernel(groups: Sequence[Sequence[Product]], gated: bool = False, activation: str = "") -> str:

@@ -79,6 +79,10 @@ class Lowering(Call):
             if not self.decided and config.policy != "always":
                 heuristics.decided(problem, device)
             configs = [heuristics.choose(problem, device, self.decided or None)]
+        if self.eps is not None:
+            configs = [chosen for chosen in configs if chosen.template == "row"]
+            if not configs:
+                raise Rejected("only the kernel for few rows applies a norm to its input")
         configs = [chosen for chosen in configs if configurations.suits(chosen, problem)]
         widest = max(self.dtypes, key=lambda dtype: dtype.itemsize)
         configs = [configurations.fitted(chosen, problem, arch, widest) for chosen in configs]
@@ -95,7 +99,7 @@ class Lowering(Call):
             dtypes=self.dtypes,
             device=device,
             variants=[_variant(config, structure, arch, device, problem) for config in configs],
-            stock=self._stock(structure) if autotune else None,
+            stock=self._stock(structure) if autotune and self.eps is None else None,
         )
 
     def _check_dtypes(self) -> None:
@@ -140,12 +144,16 @@ class Lowering(Call):
         for group, offset in self.offsets().items():
             (held,) = _inductor.realize([offset])
             biases[group] = (name("C", held), len(held.get_size()) == 2)
+        norm = None
+        if self.eps is not None:
+            (gain,) = _inductor.realize([self.gain]) if self.gain is not None else (None,)
+            norm = template.Norm(self.eps, "" if gain is None else name("G", gain), self.shift)
         outputs = () if self.gated else tuple(f"Y{g}" for g in range(1, len(self.names)))
         kinds = self.dtypes * 2 if self.gated else self.dtypes
         structure = template.Structure(
             (*(n for n, _ in inputs), *outputs), tuple(factors), tuple(biases),
             tuple(map(_rendered, self.names, kinds)), outputs, self.gated,
-            pair=self.gated and self._is_pair(factors),
+            pair=self.gated and self._is_pair(factors), norm=norm,
         )  # fmt: skip
         return inputs, structure
 

@@ -57,6 +57,9 @@ class Call:
         gated: whether the two groups are multiplied, and are one output.
         wide: the numbers of the outputs that are float32 instead, with commas between.
         decided: for how many rows a kernel was decided on, whose gain is not asked for again; 0: it was not.
+        eps: of the RMSNorm (arXiv:1910.07467) that the input of each group's first product still has to go
+            through: x * rsqrt(mean(x * x) + eps), times `gain + shift`. None: there is no norm.
+        gain: a vector of K elements, or None.
     """
 
     a: Sequence[Any]
@@ -70,6 +73,9 @@ class Call:
     dtype: torch.dtype
     wide: str = ""
     decided: int = 0
+    eps: float | None = None
+    gain: Any = None
+    shift: float = 0.0
 
     def __post_init__(self) -> None:
         self.names = self.activations.split(",")
@@ -82,6 +88,18 @@ class Call:
     def first(self) -> list[int]:
         """The first product of each group."""
         return [self.groups.index(group) for group in range(self.groups[-1] + 1)]
+
+    def inputs(self) -> list[Any]:
+        """The left operands, after the norm, which is computed in float32 and rounded once."""
+        found = list(self.a)
+        if self.eps is not None:
+            for p in self.first():
+                x = _wide(found[p])
+                x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + self.eps)
+                if self.gain is not None:
+                    x = x * (_wide(self.gain) + self.shift)
+                found[p] = x.to(found[p].dtype)
+        return found
 
 
 def check(call: Call) -> None:
@@ -133,6 +151,11 @@ def check(call: Call) -> None:
         _check_size(f"bias[{group}]", "columns", offset.shape[-1], b[first].shape[1], f"b[{first}] has")
         if offset.dim() == 2:
             _check_size(f"bias[{group}]", "rows", offset.shape[0], a[first].shape[0], f"a[{first}] has")
+    if call.gain is not None:
+        if call.gain.dim() != 1:
+            raise ValueError(f"gain of block_mm must be a vector, not {call.gain.dim()}-D")
+        for p in call.first():
+            _check_size("gain", "elements", call.gain.shape[0], a[p].shape[1], f"a[{p}] has columns")
 
 
 def _check_size(name: str, what: str, size: Any, wanted: Any, other: str) -> None:
@@ -156,11 +179,11 @@ def composite(call: Call, as_stock: bool = False) -> list[Tensor]:
             GEMM of 16-bit operands takes many times as long.
     """
     outputs, kinds = [], dtypes(len(call.names), call.dtype, call.wide)
-    offsets = call.offsets()
+    offsets, inputs = call.offsets(), call.inputs()
     for group, activation in enumerate(call.names):
         total: Tensor | None = None
         offset = offsets.get(group)
-        for left, right, owner, scale in zip(call.a, call.b, call.groups, call.scales, strict=True):
+        for left, right, owner, scale in zip(inputs, call.b, call.groups, call.scales, strict=True):
             if owner != group:
                 continue
             # A float32 result has nothing rounded in it.
@@ -222,6 +245,8 @@ def _empty(*given: Any) -> list[Tensor]:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     a, b, bias, ctx.bias_groups, ctx.groups, ctx.scales, activations, ctx.gated, ctx.dtype = inputs[:9]
+    if len(inputs) > 11 and inputs[11] is not None:
+        raise NotImplementedError("block_mm with a norm has no gradient")
     ctx.activations = activations.split(",")
     ctx.products = len(a)
     ctx.save_for_backward(*a, *b, *bias)
@@ -282,5 +307,6 @@ def _flops(a: Any, b: Any, *_: Any) -> int:
 BLOCK_MM = define(
     "block_mm", _compute, _empty, flops=_flops, setup=_setup, backward=_backward,
     schema="(Tensor[] a, Tensor[] b, Tensor[] bias, SymInt[] bias_groups, SymInt[] groups, float[] scales, "
-    "str activations, bool gated, ScalarType dtype, str wide, SymInt decided=0) -> Tensor[]",
+    "str activations, bool gated, ScalarType dtype, str wide, SymInt decided=0, float? eps=None, "
+    "Tensor? gain=None, float shift=0) -> Tensor[]",
 )  # fmt: skip

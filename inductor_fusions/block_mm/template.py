@@ -50,6 +50,20 @@ class Factor:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """An RMSNorm in front of the first product of each group; "row" alone has it.
+
+    Attributes:
+        gain: the name of the vector that it multiplies by, or "".
+        shift: what is added to that vector.
+    """
+
+    eps: float
+    gain: str
+    shift: float
+
+
+@dataclass(frozen=True)
 class Structure:
     """Everything but the configuration that a rendered template depends on.
 
@@ -69,6 +83,7 @@ class Structure:
     outputs: tuple[str, ...]
     gated: bool
     pair: bool = False
+    norm: Norm | None = None
 
     @property
     def groups(self) -> int:
@@ -138,6 +153,7 @@ def source(
         early=early,
         thirds=thirds,
         across=across,
+        norm=structure.norm,
     )
 
 

@@ -11,6 +11,7 @@ from . import (
     linear_cross_entropy,
     linear_epilogue,
     lora,
+    norm_linear,
     outer_product_linear,
     product_diagonal,
     qkv,
@@ -35,5 +36,6 @@ ALL: tuple[Fusion, ...] = (
     gated_mlp.FUSION,
     qkv.FUSION,
     linear_epilogue.FUSION,
+    norm_linear.FUSION,
     kernel_defects.FUSION,
 )

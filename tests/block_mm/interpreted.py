@@ -11,7 +11,7 @@ import torch._inductor.config
 
 from devtools import cuda_codegen
 from inductor_fusions import config
-from inductor_fusions.block_mm import configurations, lowering
+from inductor_fusions.block_mm import configurations, heuristics, lowering
 from inductor_fusions.block_mm.op import BLOCK_MM, Call, composite
 
 TILED = configurations.Config("tiled", 16, 32, 32, 4, 2, group_m=2)
@@ -37,6 +37,7 @@ class Case:
         layout: of the operands: "nt" (as linears have them), "nn", "tn" (as gradients of weights) or "tt".
         bias: "", "row" or "whole".
         activations: of each group.
+        norm: the arguments of an RMSNorm in front: eps, whether it has a vector, what is added to that.
     """
 
     rows: int
@@ -57,6 +58,7 @@ class Case:
     wide: str = ""
     heights: tuple[int, ...] = ()
     last: str = ""
+    norm: tuple[float, bool, float] | None = None
 
 
 CASES: dict[str, Case] = {}
@@ -117,6 +119,10 @@ CASES |= {
     "row gated": replace(row, columns=(40, 40), activations=("silu", ""), gated=True, bias="row"),
     "row float32": replace(row, dtype=torch.float32),
     "row, one column a program": replace(row, config=replace(ROW, block_n=1)),
+    "row norm": replace(row, norm=(1e-5, False, 0.0)),
+    "row norm with a vector": replace(row, norm=(1e-5, True, 0.0), bias="row"),
+    "row norm with a vector and 1": replace(row, norm=(1e-6, True, 1.0), inner=(61,), columns=(33, 17)),
+    "row norm adapters": replace(row, norm=(1e-5, True, 1.0), inner=(72, 8), scales=(1.0, 0.25), bias="row"),
 }
 for rows in (2, 3, 4):
     few = replace(row, rows=rows, config=replace(ROW, block_m=4))
@@ -128,6 +134,10 @@ for rows in (2, 3, 4):
         f"{rows} rows tail": replace(few, columns=(64,), tail=True),
         f"{rows} rows gated": replace(
             few, columns=(40, 40), activations=("silu", ""), gated=True, bias="row"
+        ),
+        f"{rows} rows norm": replace(few, norm=(1e-5, True, 0.0)),
+        f"{rows} rows gated norm": replace(
+            few, columns=(40, 40), activations=("silu", ""), gated=True, norm=(1e-5, True, 1.0)
         ),
         f"{rows} rows float32": replace(few, dtype=torch.float32, wide="1"),
         f"tiled {rows} rows": replace(CASES["tiled qkv bias"], rows=rows),
@@ -210,22 +220,31 @@ def errors(name: str) -> float:
 
     offsets, names = list(range(len(bias))), ",".join(activations)
 
-    def fn(a: Any, b: Any, bias: Any) -> Any:
-        found = BLOCK_MM(a, b, bias, offsets, groups, scales, names, case.gated, a[0].dtype, case.wide)
+    eps, has_gain, shift = case.norm or (None, False, 0.0)
+    gain = torch.randn(case.inner[0]).to(case.dtype) if has_gain else None
+
+    def fn(a: Any, b: Any, bias: Any, gain: Any) -> Any:
+        plain = a, b, bias, offsets, groups, scales, names, case.gated, a[0].dtype, case.wide
+        found = BLOCK_MM(*plain, 0, eps, gain, shift)
         return [torch.relu(y) * 2 + 1 for y in found] if case.tail else found
 
+    heuristics.tiles = lambda *_: None  # type: ignore[assignment]
     configurations.default = lambda problem, arch: case.config  # type: ignore[assignment]
     lowering.FARTHEST = 0 if case.far else 2**40
     if case.dynamic:
         torch._dynamo.mark_dynamic(a[0], 0)
     with torch.no_grad(), config.patch(policy="always", strict=True):
-        made = cuda_codegen.generate(fn, (a, b, bias), interpreted=True)
+        made = cuda_codegen.generate(fn, (a, b, bias, gain), interpreted=True)
     (module,) = made.modules
     assert sum(kernel.is_template for kernel in module.kernels) == 1, module.wrapper
     assert not module.extern_calls
     assert case.dynamic == ("ks0" in module.kernels[0].source)
     wide = [[t.double() for t in tensors] for tensors in (a, b, bias)]
-    exact = composite(Call(*wide, offsets, groups, scales, names, case.gated, torch.float64))
+    wide_gain = None if gain is None else gain.double()
+    plain = Call(
+        *wide, offsets, groups, scales, names, case.gated, torch.float64, "", 0, eps, wide_gain, shift
+    )
+    exact = composite(plain)
     exact = [torch.relu(y) * 2 + 1 for y in exact] if case.tail else exact
     assert [y.shape for y in made.outputs] == [y.shape for y in exact]
     return max(float((x.double() - y).norm() / y.norm()) for x, y in zip(made.outputs, exact, strict=True))

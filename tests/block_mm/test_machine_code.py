@@ -41,14 +41,18 @@ def problem(kind: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Prob
 
 
 def code(
-    posed: Problem, chosen: Config | None, arch: int, output: torch.dtype | None = None
+    posed: Problem, chosen: Config | None, arch: int, output: torch.dtype | None = None, norm: bool = False
 ) -> cuda_codegen.MachineCode:
-    """The machine code of a problem in one configuration, or in the default one, for outputs of a dtype."""
+    """The machine code of a problem in one configuration, or in the default one, for outputs of a dtype.
+
+    Args:
+        norm: whether an RMSNorm is in front.
+    """
     activation = posed.activation or ("silu" if posed.gated else "")
     (kernel,) = kernels(
         Drawn(
             posed, activations=(activation, *[""] * posed.groups[-1]), output=output or posed.dtype,
-            arch=arch, chosen=chosen if chosen is not None else heuristics.choose,
+            arch=arch, chosen=chosen if chosen is not None else heuristics.choose, norm=norm,
         )
     )  # fmt: skip
     assert kernel.is_template
@@ -143,6 +147,15 @@ def test_few_rows(kind: str, tokens: int, dtype: torch.dtype, arch: int) -> None
     chosen = configurations.default(posed, arch)
     found = code(posed, chosen, arch)
     assert chosen.template == "row" and found.fits and not found.uses_mma, found
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["shared_a", "gated", "linear"])
+def test_norm_of_few_rows(kind: str, tokens: int, arch: int) -> None:
+    posed = problem(kind, tokens)
+    found = code(posed, configurations.default(posed, arch), arch, norm=True)
+    assert found.fits and not found.uses_mma, found
 
 
 @pytest.mark.parametrize("graphs", [False, True])

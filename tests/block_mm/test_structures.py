@@ -56,6 +56,7 @@ class Drawn:
         arch: 80, 90 or 100.
         chosen: which of the candidates, as a part of 1, the configuration, or what chooses it; None: the
             default one.
+        norm: whether an RMSNorm with a vector is in front.
     """
 
     posed: Problem
@@ -68,6 +69,7 @@ class Drawn:
     symbolic: bool = False
     arch: int = 90
     chosen: float | Config | Callable[..., Config] | None = None
+    norm: bool = False
 
 
 def check(drawn: Drawn) -> None:
@@ -106,9 +108,12 @@ def kernels(drawn: Drawn) -> list[cuda_codegen.Kernel]:
     scales = list(drawn.scales or [1.0] * len(a))
     activations = ",".join(drawn.activations or [""] * count)
 
-    def fn(a: Any, b: Any, bias: Any) -> Any:
+    gain = torch.empty(posed.inner[0] or 0, dtype=posed.dtype) if drawn.norm else None
+
+    def fn(a: Any, b: Any, bias: Any, gain: Any) -> Any:
         offsets, groups = list(bias.values()), list(posed.groups)
-        made = BLOCK_MM(a, b, offsets, list(bias), groups, scales, activations, posed.gated, drawn.output, "")
+        plain = a, b, offsets, list(bias), groups, scales, activations, posed.gated, drawn.output, ""
+        made = BLOCK_MM(*plain, 0, 1e-5 if drawn.norm else None, gain, 1.0)
         return [TAILS[drawn.tail](y) for y in made]
 
     def choose(problem: Problem, device: torch.device, tokens: int | None) -> Config:
@@ -121,7 +126,7 @@ def kernels(drawn: Drawn) -> list[cuda_codegen.Kernel]:
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad(), config.patch(policy="always", strict=True):
         patch.setattr(heuristics, "choose", choose)
-        made = cuda_codegen.generate(fn, (a, b, bias), run=False, arch=drawn.arch)
+        made = cuda_codegen.generate(fn, (a, b, bias, gain), run=False, arch=drawn.arch)
     return made.kernels
 
 

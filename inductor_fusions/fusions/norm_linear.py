@@ -1,0 +1,215 @@
+"""An RMSNorm in front of linears of a few rows, inside the kernel that reads their weights.
+
+In decoding, a norm of one row is a kernel of its own whose time is that of a launch. The kernels for up to
+four rows read the whole input in every thread block, so each of them can add up its squares on the way:
+
+    y = rsqrt(mean(x * x) + eps) * ((x * gain) @ W)
+
+The linears are those that `linear_epilogue`, `qkv` and `gated_mlp` have made kernels of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from .._inductor import max_autotune
+from ..block_mm import guards
+from ..block_mm.heuristics import choose
+from ..block_mm.op import BLOCK_MM, Call
+from ..fusion import Candidate, Fusion, Rejected, Scope
+from ..graph import torch_ops
+from ..graph.builder import Builder, substitute
+from ..graph.dims import is_over_last
+from ..graph.products import (
+    CASTS,
+    MUL,
+    RESHAPES,
+    is_factor,
+    is_floating,
+    readers,
+    same_sizes,
+    through,
+    value,
+)
+from ..operands import holds
+from ..reasons import Reason
+
+if TYPE_CHECKING:
+    from .._inductor import Match
+
+aten = torch.ops.aten
+
+_ADD = (aten.add.Tensor, aten.add.Scalar)
+#: The arguments of `block_mm` in front of those of a norm.
+_PLAIN = 11
+
+
+@dataclass
+class Norm:
+    """`x * rsqrt(mean(x * x) + eps) * (gain + shift)` over the last dim.
+
+    Attributes:
+        result: the last node of it, which may have other casts in between.
+        gain: a vector, or None.
+    """
+
+    x: fx.Node
+    result: fx.Node
+    eps: float
+    gain: fx.Node | None = None
+    shift: float = 0.0
+
+
+def norm_of(rsqrt: fx.Node) -> Norm | None:
+    """Read an RMSNorm by its `rsqrt`; None of anything else.
+
+    Casts may round to the dtype of the input: what they round is kept exact.
+    """
+    mean, eps = _shifted(rsqrt.args[0])
+    op = torch_ops.read(mean)
+    if op is None or op.name != "mean" or not is_over_last(op) or eps <= 0 or len(rsqrt.users) != 1:
+        return None
+    (square,), (product,) = mean.all_input_nodes, rsqrt.users
+    wide = _squared(square)
+    if wide is None or product.target not in MUL or set(product.args) != {wide, rsqrt}:
+        return None
+    found = Norm(through(wide, CASTS), product, eps)
+    inside = [wide, square, mean, rsqrt, product, *_between(wide, found.x)]
+    if not all(holds(value(node).dtype, value(found.x).dtype) for node in inside):
+        return None
+    while _extend(found):
+        pass
+    return found if value(found.result).dtype == value(found.x).dtype else None
+
+
+def _extend(norm: Norm) -> bool:
+    """Add what alone reads the result to the norm: a cast, or the multiplication by a vector."""
+    dtype = value(norm.x).dtype
+    if len(norm.result.users) != 1:
+        return False
+    (user,) = norm.result.users
+    if not is_floating(user) or not holds(value(user).dtype, dtype):
+        return False
+    others = [node for node in user.all_input_nodes if node is not norm.result]
+    if user.target in CASTS:
+        norm.result = user
+        return True
+    if user.target not in MUL or norm.gain is not None or len(others) != 1:
+        return False
+    vector, shift = _shifted(through(others[0], CASTS))
+    gain = through(vector, CASTS)
+    if not is_floating(gain) or not same_sizes(value(gain).shape, value(norm.x).shape[-1:]):
+        return False
+    if not all(holds(value(node).dtype, value(gain).dtype, dtype) for node in _between(others[0], gain)):
+        return False
+    norm.result, norm.gain, norm.shift = user, gain, shift
+    return True
+
+
+def _between(node: fx.Node, source: fx.Node) -> list[fx.Node]:
+    """A node and those in front of it, up to its source."""
+    found = []
+    while node is not source:
+        found.append(node)
+        (node,) = node.all_input_nodes
+    return [*found, source]
+
+
+def _shifted(node: Any) -> tuple[Any, float]:
+    """A tensor and the number that is added to it, 0 if there is none."""
+    if isinstance(node, fx.Node) and node.target in _ADD and len(node.args) == 2 and not node.kwargs:
+        for inner, number in (node.args, node.args[::-1]):
+            if isinstance(inner, fx.Node) and is_factor(number):
+                return inner, float(number)
+    return node, 0.0
+
+
+def _squared(node: fx.Node) -> fx.Node | None:
+    """What a node is the square of."""
+    is_square = node.target is aten.pow.Tensor_Scalar and node.args[1] == 2
+    if is_square or (node.target is aten.mul.Tensor and node.args[0] is node.args[1]):
+        return node.all_input_nodes[0]
+    return None
+
+
+class NormedLinears(Candidate):
+    """A norm, and the linears of a few rows that read it.
+
+    Args:
+        calls: of `block_mm`, whose kernels read the whole input in each thread block.
+        others: what else reads the norm.
+    """
+
+    def __init__(self, norm: Norm, calls: Sequence[fx.Node], others: Sequence[fx.Node]) -> None:
+        self.norm, self.calls, self.others = norm, calls, others
+        self.anchor = norm.result
+
+    def describe(self) -> dict[str, str]:
+        return {"input": guards.text(self.norm.x), "linears": ", ".join(map(guards.text, self._weights()))}
+
+    def _weights(self) -> list[fx.Node]:
+        return [b for node in self.calls for b in _call(node).b]
+
+    def guard(self) -> None:
+        if self.others:
+            raise Rejected(guards.read_elsewhere("the result of the norm", self.others))
+        if max_autotune():
+            raise Reason.NOT_FASTER.left_to_stock(
+                "autotuning compares the kernels of the linears with stock's, which have no norm"
+            )
+
+    def rewrite(self) -> str:
+        norm = self.norm
+        for node in self.calls:
+            call, build = _call(node), Builder(node)
+            x = build.call(aten.reshape.default, norm.x, list(value(call.a[0]).shape))
+            first = call.first()
+            inputs = [x if p in first else a for p, a in enumerate(call.a)]
+            others = (*node.args[1 : _PLAIN - 1], call.decided)
+            substitute(node, build.call(BLOCK_MM, inputs, *others, norm.eps, norm.gain, norm.shift))
+        return "block_mm, row, with the norm of its input"
+
+
+def _call(node: fx.Node) -> Call:
+    given: tuple[Any, ...] = node.args
+    return Call(*given)
+
+
+def _takes(node: fx.Node, result: fx.Node) -> bool:
+    """Whether the kernel of a node applies the norm: it is that for a few rows, and all groups read the norm.
+
+    A later product of a group, as of an adapter, must not.
+    """
+    if node.target is not BLOCK_MM or node.kwargs or _call(node).eps is not None:
+        return False
+    call = _call(node)
+    first = [through(call.a[p], RESHAPES) is result for p in call.first()]
+    rest = [a for p, a in enumerate(call.a) if p not in call.first()] + [*call.b, *call.bias]
+    if not all(first) or any(through(other, RESHAPES) is result for other in rest):
+        return False
+    chosen = choose(guards.problem_of(call), value(call.a[0]).device, call.decided or None)
+    return chosen.template == "row"
+
+
+FUSION = Fusion(
+    name="norm_linear",
+    stage="post_grad",
+    summary="an RMSNorm in front of linears of up to four rows, inside their kernels",
+    after=("linear_epilogue", "qkv", "gated_mlp", "lora"),
+)
+
+
+@FUSION.anchor(lambda: [aten.rsqrt.default])
+def read(scope: Scope, match: Match) -> Candidate | None:
+    """The norm of which this is the reciprocal root, if a kernel that could apply it reads it."""
+    norm = norm_of(match.output_node())
+    users = list(dict.fromkeys(readers(norm.result, RESHAPES))) if norm is not None else []
+    calls = [user for user in users if norm is not None and _takes(user, norm.result)]
+    if norm is None or not calls:
+        return None
+    return NormedLinears(norm, calls, [user for user in users if user not in calls])

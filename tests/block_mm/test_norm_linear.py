@@ -1,0 +1,156 @@
+"""An RMSNorm in front of linears of a few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from inductor_fusions.block_mm import heuristics
+from tests.block_mm.support import GatedMLP, Linears, check, rand, run
+from tests.support.arguments import named
+
+BF16 = torch.bfloat16
+
+
+class Llama(nn.Module):
+    """Rounds before it multiplies by the weight, as the norms of T5 and Llama do."""
+
+    def __init__(self, width: int = 64, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(1 + torch.randn(width) / 8), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Gemma(Llama):
+    """Adds 1 to its weight, and rounds at the end."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.eps)
+        return (wide * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
+
+
+class Plain(Llama):
+    """Without a weight, in the dtype of the input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "llama": Llama,
+    "gemma": Gemma,
+    "plain": Plain,
+    "torch": lambda: nn.RMSNorm(64, eps=1e-6),
+}
+
+
+def model(norm: nn.Module, behind: nn.Module) -> nn.Module:
+    return nn.Sequential(norm, behind).to(BF16).requires_grad_(False)
+
+
+@pytest.fixture(autouse=True)
+def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default kernels: the table has tiles for some of these widths."""
+    monkeypatch.setattr(heuristics, "tiles", lambda *_: None)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("name", NORMS)
+def test_norm(name: str, rows: int) -> None:
+    seen = check(model(NORMS[name](), Linears(64, [96, 32, 32])), (rand(1, rows, 64, grad=False),))
+    (call,) = seen.calls()
+    assert seen.fused("norm_linear") == 1 and named(call).eps is not None
+    assert not any(node.target is torch.ops.aten.rsqrt.default for node in seen.graphs[0].nodes)
+
+
+def test_gated_mlp() -> None:
+    seen = check(model(Gemma(), GatedMLP(F.silu)), (rand(2, 1, 64, grad=False),))
+    assert seen.fused("norm_linear") == 1 and [named(call).shift for call in seen.calls()] == [1.0, 0.0]
+
+
+def test_adapter() -> None:
+    """The second product of the group reads something else."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.up = nn.Linear(64, 96), nn.Linear(16, 96, bias=False)
+
+        def forward(self, x: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + 2 * self.up(low)
+
+    norm, adapted = Llama().to(BF16), Adapted().to(BF16)
+
+    def fn(x: Any, low: Any) -> Any:
+        return adapted(norm(x), low)
+
+    with torch.no_grad():
+        seen = run(fn, (rand(1, 64, grad=False), rand(1, 16, grad=False)))
+    assert seen.fused("norm_linear") == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (lambda y, linear: (linear(y), y), "returned"),
+        (lambda y, linear: (linear(y), y.sum(-1)), "read more than once"),
+    ],
+)
+def test_read_elsewhere(other: Callable[..., Any], why: str) -> None:
+    norm, linear = Llama().to(BF16), nn.Linear(64, 96).to(BF16)
+    with torch.no_grad():
+        seen = run(lambda x: other(norm(x), linear), (rand(1, 64, grad=False),))
+    assert seen.fused("norm_linear") == 0 and why in seen.reasons("norm_linear")[0]
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x, w: F.layer_norm(x, (64,), w),
+        lambda x, w: x * torch.rsqrt(x.square().mean(0, keepdim=True) + 1e-5) * w,
+        lambda x, w: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-5) * w,
+        lambda x, w: x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True).abs() + 1e-5) * w,
+        lambda x, w: (x + 1) * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w,
+        lambda x, w: x * torch.rsqrt(x.square().mean(-1, keepdim=True)) * w,
+        lambda x, w: (
+            (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w).to(torch.float8_e4m3fn).to(BF16)
+        ),
+    ],
+    ids=["layer norm", "over rows", "sum", "cube", "of another", "no eps", "rounded"],
+)
+def test_no_norm(norm: Callable[..., Any]) -> None:
+    args = (rand(2, 64, grad=False), rand(64, grad=False), rand(96, 64, grad=False))
+    seen = run(lambda x, w, weight: F.linear(norm(x, w).to(weight.dtype), weight), args)
+    assert seen.fused("linear_epilogue") == 1 and seen.fused("norm_linear") == 0
+
+
+def test_a_vector_of_each_row() -> None:
+    """Not a weight: it differs from row to row."""
+    norm, linear = Plain(), nn.Linear(64, 96).to(BF16)
+    args = rand(2, 64, grad=False), rand(2, 64, grad=False)
+    with torch.no_grad():
+        seen = run(lambda x, w: linear(norm(x) * w), args)
+    assert seen.fused("norm_linear") == 0
+
+
+def test_many_rows() -> None:
+    """Tiles on tensor cores do not read the whole input."""
+    seen = check(model(Llama(), Linears(64, [96, 32])), (rand(16, 64, grad=False),))
+    assert seen.fused("qkv") == 1 and seen.fused("norm_linear") == 0 and not seen.reasons("norm_linear")
+
+
+def test_autotuned() -> None:
+    seen = run(
+        model(Llama(), Linears(64, [96, 32])), (rand(1, 64, grad=False),), inductor={"max_autotune": True}
+    )
+    assert seen.codes("norm_linear") == ["not-faster"]

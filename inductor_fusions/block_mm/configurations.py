@@ -102,6 +102,17 @@ def _are_alike(problem: Problem) -> bool:
     return len(kinds) <= 4 and all(kind == kinds[0] for kind in kinds)
 
 
+def with_norm(choice: Config, problem: Problem) -> Config:
+    """The configuration of "row" with an RMSNorm in front of one row.
+
+    The norm takes registers, so that the tiles of the tables leave room for fewer thread blocks. On an H100
+    this tile was up to 3 us slower than the fastest one without a norm, on problems of 896 to 4,096 inputs.
+    """
+    if few_rows(problem) != 1:
+        return choice
+    return Config("row", 1, 2, _row_step(problem, 1024), 4, 1)
+
+
 def _row_step(problem: Problem, wanted: int) -> int:
     """A step of K that no product is much shorter than, except for those of adapters."""
     longest = max(k for k in problem.inner if k is not None)

@@ -80,7 +80,8 @@ class Lowering(Call):
                 heuristics.decided(problem, device)
             configs = [heuristics.choose(problem, device, self.decided or None)]
         if self.eps is not None:
-            configs = [chosen for chosen in configs if chosen.template == "row"]
+            rows = [chosen for chosen in configs if chosen.template == "row"]
+            configs = [configurations.with_norm(chosen, problem) for chosen in rows[:1]]
             if not configs:
                 raise Rejected("only the kernel for few rows applies a norm to its input")
         configs = [chosen for chosen in configs if configurations.suits(chosen, problem)]

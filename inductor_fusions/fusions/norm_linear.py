@@ -10,6 +10,7 @@ The linears are those that `linear_epilogue`, `qkv` and `gated_mlp` have made ke
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from .. import config
 from .._inductor import max_autotune
 from ..block_mm import guards
 from ..block_mm.heuristics import choose
@@ -31,6 +33,8 @@ from ..graph.products import (
     RESHAPES,
     is_factor,
     is_floating,
+    is_pointwise,
+    kind,
     readers,
     same_sizes,
     through,
@@ -158,6 +162,10 @@ class NormedLinears(Candidate):
     def guard(self) -> None:
         if self.others:
             raise Rejected(guards.read_elsewhere("the result of the norm", self.others))
+        if config.policy != "always" and not _is_stored(self.norm.x):
+            raise Reason.NOT_FASTER.left_to_stock(
+                "stock computes the input of the norm in the kernel of the norm, which would stay"
+            )
         if max_autotune():
             raise Reason.NOT_FASTER.left_to_stock(
                 "autotuning compares the kernels of the linears with stock's, which have no norm"
@@ -178,6 +186,23 @@ class NormedLinears(Candidate):
 def _call(node: fx.Node) -> Call:
     given: tuple[Any, ...] = node.args
     return Call(*given)
+
+
+def _is_stored(node: fx.Node) -> bool:
+    """Whether a value is in memory without a kernel of its own: an input, or the result of a product.
+
+    Pointwise operations behind a kernel of `block_mm` are in that kernel.
+    """
+    if not is_pointwise(node):
+        return node.op != "call_function" or kind(node).kernel
+    waiting = [node]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if len(source.users) == 1 and (is_pointwise(source) or source.target in RESHAPES):
+                waiting.append(source)
+            elif source.target is operator.getitem and source.all_input_nodes[0].target is BLOCK_MM:
+                return len(source.users) == 1
+    return False
 
 
 def _takes(node: fx.Node, result: fx.Node) -> bool:

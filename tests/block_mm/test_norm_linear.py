@@ -149,6 +149,39 @@ def test_many_rows() -> None:
     assert seen.fused("qkv") == 1 and seen.fused("norm_linear") == 0 and not seen.reasons("norm_linear")
 
 
+class Around(nn.Module):
+    """What computes the input of a norm, the norm, and a linear whose widths are in tables."""
+
+    def __init__(self, before: Callable[..., Any]) -> None:
+        super().__init__()
+        self.before, self.norms = before, nn.ModuleList(Llama(2048) for _ in range(2))
+        self.linears = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = self.before(x, y, *self.norms[1:], *self.linears[1:])
+        return self.linears[0](self.norms[0](total)), total
+
+
+BEFORE: dict[str, tuple[Callable[..., Any], bool]] = {
+    "behind a linear": (lambda x, y, norm, linear: x + linear(y), True),
+    "behind a norm": (lambda x, y, norm, linear: x + norm(linear(y)), False),
+    "sum": (lambda x, y, norm, linear: x + y, False),
+    "input": (lambda x, y, norm, linear: x, True),
+    "embedding": (lambda x, y, norm, linear: F.embedding(x[:, 0].long(), linear.weight), False),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_profitable(name: str) -> None:
+    """Where the input of the norm is in memory without a kernel of its own."""
+    before, fused = BEFORE[name]
+    model = Around(before).to(BF16).requires_grad_(False)
+    args = rand(1, 2048, grad=False), rand(1, 2048, grad=False)
+    seen = run(model, args, policy="profitable")
+    assert seen.fused("linear_epilogue") and seen.fused("norm_linear") == fused
+    assert seen.codes("norm_linear") == ["not-faster"] * (not fused)
+
+
 def test_autotuned() -> None:
     seen = run(
         model(Llama(), Linears(64, [96, 32])), (rand(1, 64, grad=False),), inductor={"max_autotune": True}

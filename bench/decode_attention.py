@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import inductor_fusions
@@ -325,27 +326,30 @@ class Step:
             layer.cumulative_length.fill_(self.used - 1)
 
 
-#: What compiles a step: the config of the package.
-VARIANTS: dict[str, Json] = {
-    "stock": {"enabled": False},
-    "sdpa": {"attention_kernel": "sdpa"},
-    "decode": {"attention_kernel": "decode"},
-    "norms apart": {"attention_kernel": "decode", "norm_linear": False},
+#: Small kernels that do not depend on each other become one.
+COMBO = {"combo_kernels": True}
+#: What compiles a step: the config of the package, and that of Inductor.
+VARIANTS: dict[str, tuple[Json, Json]] = {
+    "stock": ({"enabled": False}, {}),
+    "sdpa": ({"attention_kernel": "sdpa"}, {}),
+    "decode": ({"attention_kernel": "decode"}, {}),
+    "norms apart": ({"attention_kernel": "decode", "norm_linear": False}, {}),
+    "stock combo": ({"enabled": False}, COMBO),
+    "combo": ({"attention_kernel": "decode"}, COMBO),
 }
 
 
 def step(row: Row, device: str, quick: bool) -> Json:
-    """A whole step: stock, and the package with SDPA, with the kernel for a few queries, and without
-    `norm_linear`."""
+    """A whole step, with each of `VARIANTS`."""
     made = Step(row, device, quick)
     calls: dict[str, Callable[[], Any]] = {}
     logits, sites = {}, {}
     torch._dynamo.reset()
     with torch.no_grad():
-        for name, settings in VARIANTS.items():
+        for name, (settings, inductor) in VARIANTS.items():
             inductor_fusions.clear()
             compiled = torch.compile(apart(made.run, name), mode="reduce-overhead")
-            with config.patch(**settings), fresh_cache():
+            with config.patch(**settings), torch._inductor.config.patch(inductor), fresh_cache():
                 for _ in range(3):
                     made.back()
                     logits[name] = compiled(made.ids, made.mask, made.positions, made.cache).clone()

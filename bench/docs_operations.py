@@ -148,7 +148,7 @@ def flex_section(data: Json) -> str:
 
 def decoding_section(data: Json) -> str:
     """Every row of bench.decode_attention: attentions to a cache, and whole steps."""
-    rows = [row for row in data["rows"] if row["kind"] != "step"]
+    rows = [row for row in data["rows"] if not row["kind"].startswith("step")]
     # What is fastest of SDPA beside ours, for the cache as it is and for one that is full.
     rows = [
         {**row, "now": _with_best(row["device_us"]), "then": _with_best(row["full"]["device_us"])}
@@ -170,12 +170,16 @@ def decoding_section(data: Json) -> str:
         **fixed("then", 2, {"gain": "SDPA / ours, full"}),
     }  # fmt: skip
     parts = [text, listing(rows, every)]
-    if steps := [row for row in data["rows"] if row["kind"] == "step"]:
-        times = fixed("times_us", 2, {"stock": "stock", "sdpa": "SDPA", "decode": "ours"}, 1e3)
+    if steps := [row for row in data["rows"] if row["kind"].startswith("step")]:
+        names = {
+            "stock": "stock", "sdpa": "SDPA", "decode": "ours", "norms apart": "without norm_linear",
+            "stock combo": "stock, combo_kernels", "combo": "ours, combo_kernels",
+        }  # fmt: skip
         parts += [
-            "A whole step of a Llama of 8 layers with the widths of Llama-8B, a static cache and reduce- "
-            "overhead, in ms: stock, the package with SDPA, and with this kernel.",
-            listing(steps, {**named("step"), **times}),
+            "A whole step with a static cache and reduce-overhead, in ms on the device, of a Llama of 8 "
+            "layers with the widths of Llama-8B or of the model that is named: stock, the package with SDPA, "
+            "with this kernel, without `norm_linear`, and both with Inductor's `combo_kernels`.",
+            listing(steps, {**named("step"), **fixed("device_us", 3, names, 1e3)}),
         ]
     return section("Attention of one token to a cache", data, *parts)
 

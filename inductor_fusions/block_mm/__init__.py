@@ -4,7 +4,8 @@
 
 `guards` says whether products of a graph may and should become one operation, and `op` is that operation.
 `lowering` makes a kernel of it, rendered by `template` in the configuration that `heuristics` chooses. The
-fusions `qkv`, `gated_mlp` and `linear_epilogue` say which products they want.
+fusions `qkv`, `gated_mlp` and `linear_epilogue` say which products they want; `norm_linear` says which calls
+apply a norm to their input.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inductor_fusions import testing
+from inductor_fusions import explain, testing
 from tests.attention.support import (
     cases,
     check,
@@ -199,3 +199,27 @@ def test_size_that_depends_on_data(asserted: bool) -> None:
             check(fn, inputs, fused=None)
         else:
             unfused(fn, inputs, "may be 0")
+
+
+@pytest.mark.parametrize(
+    "least, shared, reason",
+    [(0, False, "may be 0"), (1, False, ""), (1, True, "a size that depends on data")],
+)
+def test_backends_of_a_gpu_for_a_size_that_depends_on_data(least: int, shared: bool, reason: str) -> None:
+    """SDPA may ask for the sizes; cuDNN's backend, which reads shared keys, asks whether there is one key."""
+
+    def fn(q: Any, k: Any, v: Any, keep: Any) -> Any:
+        at = keep.nonzero()[:, 0]
+        torch._check(at.shape[0] >= least)
+        if shared:
+            k, v = (x[:, :, at].repeat_interleave(2, 1) for x in (k, v))
+        return torch.softmax((q if shared else q[:, :, at]) @ k.mT * 0.3, -1) @ v
+
+    heads = 2 if shared else 4
+    q, k, v = (torch.empty(2, h, 16, 64, dtype=torch.float16) for h in (4, heads, heads))
+    with (
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+        testing.config.patch(policy="always"),
+    ):
+        (site,) = explain(fn, q, k, v, torch.ones(16, dtype=torch.bool), gpu="nvidia_h100")
+    assert reason in site.reason if reason else site.verdict == "fused", site

@@ -201,25 +201,36 @@ def test_size_that_depends_on_data(asserted: bool) -> None:
             unfused(fn, inputs, "may be 0")
 
 
-@pytest.mark.parametrize(
-    "least, shared, reason",
-    [(0, False, "may be 0"), (1, False, ""), (1, True, "a size that depends on data")],
-)
-def test_backends_of_a_gpu_for_a_size_that_depends_on_data(least: int, shared: bool, reason: str) -> None:
-    """SDPA may ask for the sizes; cuDNN's backend, which reads shared keys, asks whether there is one key."""
+#: Attention by indices that depend on data, how many there are at least, and why it is left.
+FROM_DATA: dict[str, tuple[Any, int, str]] = {
+    "maybe no queries": (lambda q, k, v, at: scores(q[:, :, at], k).softmax(-1) @ v, 0, "may be 0"),
+    "some queries": (lambda q, k, v, at: scores(q[:, :, at], k).softmax(-1) @ v, 1, ""),
+    "some keys": (
+        lambda q, k, v, at: scores(q, k[:, :, at]).softmax(-1) @ v[:, :, at], 1, "a size that depends on data"
+    ),
+    "some samples, with a bias": (
+        lambda q, k, v, at: (scores(q[at], k[at]) + q[0, 0, :, :16]).softmax(-1) @ v[at], 1, ""
+    ),
+}  # fmt: skip
+
+
+def scores(q: Any, k: Any) -> Any:
+    return q @ k.mT * 0.3
+
+
+@pytest.mark.parametrize("kernel", ["auto", "short"])
+@cases(FROM_DATA)
+def test_sizes_that_depend_on_data_on_a_gpu(case: tuple[Any, int, str], kernel: str) -> None:
+    """The backends of SDPA ask for lengths, cuDNN whether there is one key, and may raise."""
+    attention, least, reason = case
 
     def fn(q: Any, k: Any, v: Any, keep: Any) -> Any:
         at = keep.nonzero()[:, 0]
         torch._check(at.shape[0] >= least)
-        if shared:
-            k, v = (x[:, :, at].repeat_interleave(2, 1) for x in (k, v))
-        return torch.softmax((q if shared else q[:, :, at]) @ k.mT * 0.3, -1) @ v
+        return attention(q, k, v, at)
 
-    heads = 2 if shared else 4
-    q, k, v = (torch.empty(2, h, 16, 64, dtype=torch.float16) for h in (4, heads, heads))
-    with (
-        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
-        testing.config.patch(policy="always"),
-    ):
-        (site,) = explain(fn, q, k, v, torch.ones(16, dtype=torch.bool), gpu="nvidia_h100")
+    inputs = (*(torch.empty(16, 4, 16, 64, dtype=torch.float16) for _ in "qkv"), torch.ones(16).bool())
+    captured = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+    with captured, testing.config.patch(policy="always", attention_kernel=kernel):
+        (site,) = explain(fn, *inputs, gpu="nvidia_h100")
     assert reason in site.reason if reason else site.verdict == "fused", site

@@ -81,13 +81,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--long"):
         skip = pytest.mark.skip(reason="long: give --long")
         for item in items:
-            if "long" in item.keywords:
+            if item.get_closest_marker("long"):
                 item.add_marker(skip)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device")
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(skip)
 
 
@@ -112,7 +112,7 @@ def clean_compiler() -> None:
 @pytest.fixture(autouse=True)
 def nothing_is_recovered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a compile raises reaches the test, although the caller would get stock's code."""
-    if "inductor_fusions" not in sys.modules or "recovers" in request.keywords:
+    if "inductor_fusions" not in sys.modules or request.node.get_closest_marker("recovers"):
         return
     from inductor_fusions.driver import recovery, trials
 

@@ -182,11 +182,15 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
 def _attention(capability: tuple[int, int]) -> dict[str, Callable[..., bool]]:
     """Which fused kernels of SDPA take an attention: what torch asks of a device, for one that is absent."""
 
+    def filled(params: Any) -> bool:
+        return bool(params.query.shape[2] != 0 and params.key.shape[2] != 0)
+
     def efficient(params: Any, debug: bool = False) -> bool:
         q, k, v = params.query, params.key, params.value
         aligned = 8 if q.dtype != torch.float32 else 4
         return (
             torch.backends.cuda.mem_efficient_sdp_enabled()
+            and filled(params)
             and q.dtype in (torch.float16, torch.bfloat16, torch.float32)
             and q.shape[-3] == k.shape[-3]
             and q.shape[-1] % aligned == v.shape[-1] % aligned == 0
@@ -194,7 +198,7 @@ def _attention(capability: tuple[int, int]) -> dict[str, Callable[..., bool]]:
 
     def half(params: Any, widest: int) -> bool:
         dims = {t.shape[-1] for t in (params.query, params.key, params.value)}
-        known = params.query.dtype in (torch.float16, torch.bfloat16)
+        known = params.query.dtype in (torch.float16, torch.bfloat16) and filled(params)
         return known and len(dims) == 1 and max(dims) <= widest and max(dims) % 8 == 0
 
     def flash(params: Any, debug: bool = False) -> bool:
@@ -202,7 +206,7 @@ def _attention(capability: tuple[int, int]) -> dict[str, Callable[..., bool]]:
 
     def cudnn(params: Any, debug: bool = False) -> bool:
         mask = params.attn_mask
-        fits = mask is None or not mask.requires_grad
+        fits = (mask is None or not mask.requires_grad) and params.key.shape[2] != 1
         return torch.backends.cuda.cudnn_sdp_enabled() and capability >= (9, 0) and fits and half(params, 128)
 
     return {
@@ -287,8 +291,9 @@ def on_absent_device(
     """
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     memo: dict[int, Any] = {}
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:

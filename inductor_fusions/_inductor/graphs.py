@@ -41,11 +41,15 @@ def is_body_of_dynamo(graph: fx.Graph) -> bool:
 
 
 def only_traced_autograd_runs(graph: fx.Graph) -> bool:
-    """Whether a graph calls nested compile regions, whose backward runs in a trace alone (before 2.13)."""
-    if torch_version() >= (2, 13):
-        return False
-    region = importlib.import_module("torch._higher_order_ops.invoke_subgraph").invoke_subgraph
-    return any(node.target is region for node in graph.nodes)
+    """Whether a graph calls regions whose backward runs in a trace alone.
+
+    Those are nested compile regions, before torch 2.13, and checkpoints: run as they are, they refuse what
+    flex attention traces in the second run.
+    """
+    regions = [torch.ops.higher_order.tag_activation_checkpoint]
+    if torch_version() < (2, 13):
+        regions.append(importlib.import_module("torch._higher_order_ops.invoke_subgraph").invoke_subgraph)
+    return any(node.target in regions for node in graph.nodes)
 
 
 def trace_decomposed(

@@ -9,6 +9,7 @@ import torch
 
 #: What `torch.nn.functional.grouped_mm` calls; None on a torch that is too old for it.
 GROUPED_MM: Any = getattr(torch, "_grouped_mm", None)
+_CUDA_BACKENDS = ("efficient", "flash", "cudnn")
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
@@ -29,3 +30,17 @@ def sdpa_is_fused(
             return bool(torch._fused_sdp_choice(q, k, v, mask, dropout, causal, enable_gqa=grouped) != 0)
         except RuntimeError:
             return False
+
+
+def cuda_sdpa_backends(params: Any) -> frozenset[str] | None:
+    """Which of "efficient", "flash" and "cudnn" support arguments of SDPA on a CUDA device.
+
+    None if sizes that depend on data decide it: the call itself may raise then, as in torch 2.11.
+    """
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    supports = {name: getattr(torch.backends.cuda, f"can_use_{name}_attention") for name in _CUDA_BACKENDS}
+    try:
+        return frozenset(name for name, asked in supports.items() if asked(params))
+    except GuardOnDataDependentSymNode:
+        return None

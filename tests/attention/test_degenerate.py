@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inductor_fusions import testing
+from inductor_fusions import explain, testing
 from tests.attention.support import (
     cases,
     check,
@@ -199,3 +199,38 @@ def test_size_that_depends_on_data(asserted: bool) -> None:
             check(fn, inputs, fused=None)
         else:
             unfused(fn, inputs, "may be 0")
+
+
+#: Attention by indices that depend on data, how many there are at least, and why it is left.
+FROM_DATA: dict[str, tuple[Any, int, str]] = {
+    "maybe no queries": (lambda q, k, v, at: scores(q[:, :, at], k).softmax(-1) @ v, 0, "may be 0"),
+    "some queries": (lambda q, k, v, at: scores(q[:, :, at], k).softmax(-1) @ v, 1, ""),
+    "some keys": (
+        lambda q, k, v, at: scores(q, k[:, :, at]).softmax(-1) @ v[:, :, at], 1, "a size that depends on data"
+    ),
+    "some samples, with a bias": (
+        lambda q, k, v, at: (scores(q[at], k[at]) + q[0, 0, :, :16]).softmax(-1) @ v[at], 1, ""
+    ),
+}  # fmt: skip
+
+
+def scores(q: Any, k: Any) -> Any:
+    return q @ k.mT * 0.3
+
+
+@pytest.mark.parametrize("kernel", ["auto", "short"])
+@cases(FROM_DATA)
+def test_sizes_that_depend_on_data_on_a_gpu(case: tuple[Any, int, str], kernel: str) -> None:
+    """The backends of SDPA ask for lengths, cuDNN whether there is one key, and may raise."""
+    attention, least, reason = case
+
+    def fn(q: Any, k: Any, v: Any, keep: Any) -> Any:
+        at = keep.nonzero()[:, 0]
+        torch._check(at.shape[0] >= least)
+        return attention(q, k, v, at)
+
+    inputs = (*(torch.empty(16, 4, 16, 64, dtype=torch.float16) for _ in "qkv"), torch.ones(16).bool())
+    captured = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+    with captured, testing.config.patch(policy="always", attention_kernel=kernel):
+        (site,) = explain(fn, *inputs, gpu="nvidia_h100")
+    assert reason in site.reason if reason else site.verdict == "fused", site

@@ -18,6 +18,7 @@ from tests.attention.support import (
     additive,
     cases,
     check,
+    flex_everywhere,
     qkv,
     rand,
     sdpa,
@@ -47,6 +48,14 @@ def test_checkpoint() -> None:
     mask = additive(visible(BATCH, 1, Q_LEN, KV_LEN))
     fn = lambda q, k, v, m: checkpoint(attend, q, k, v, m, use_reentrant=False)  # noqa: E731
     check(fn, (*qkv(), mask))
+
+
+def test_checkpoint_of_a_function_of_the_scores() -> None:
+    def capped(q: Any, k: Any, v: Any) -> Any:
+        return torch.softmax(torch.tanh(q @ k.mT * 0.3), -1) @ v
+
+    with flex_everywhere():
+        check(lambda *args: checkpoint(capped, *args, use_reentrant=False), qkv(), kernel="flex, tanh")
 
 
 def test_checkpoint_of_a_layer() -> None:

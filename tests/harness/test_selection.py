@@ -150,6 +150,24 @@ def run(folder: Path, *args: str) -> str:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True).stdout
 
 
+def test_a_folder_that_is_named_as_a_marker(tmp_path: Path) -> None:
+    """Of its tests, those without the marker run."""
+    (folder := tmp_path / "long").mkdir()
+    (folder / "test_one.py").write_text(
+        "import pytest\ndef test_one(): pass\n@pytest.mark.long\ndef test_two(): pass\n"
+    )
+    items = [
+        f"-c{ROOT / 'pyproject.toml'}",
+        f"--rootdir={tmp_path}",
+        str(folder),
+        str(ROOT / "tests" / "conftest.py"),
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-pno:cacheprovider", *items]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    output = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True).stdout
+    assert "1 passed, 1 skipped" in output, output
+
+
 def passed(output: str) -> set[str]:
     """The tests of SUITE that have passed, in one process or on workers."""
     return {name for pair in PASSED.findall(output) for name in pair if name}

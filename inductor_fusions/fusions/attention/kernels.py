@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ... import config, decisions
-from ..._inductor import hint, known_true, sdpa_is_fused
+from ..._inductor import cuda_sdpa_backends, hint, known_true, sdpa_is_fused
 from ...decisions import tables
 from ...effects import modes
 from ...fusion import LeftToStock
@@ -268,7 +268,6 @@ def _on_cpu(problem: Problem, grouped: bool) -> bool:
 
 
 def _on_cuda(problem: Problem, grouped: bool) -> tuple[str, ...]:
-    backends = torch.backends.cuda
     if problem.mask_learns and not any(t.value.requires_grad for t in (problem.q, problem.k, problem.v)):
         return ()  # SDPA keeps no logsumexp for its backward then, and that reads one (pytorch#148476)
     if not _copies_pay(problem, grouped):
@@ -286,7 +285,7 @@ def _on_cuda(problem: Problem, grouped: bool) -> tuple[str, ...]:
         mask = q.new_empty(full if problem.mask_learns else own, dtype=problem.dtype).expand(full)
         if problem.mask_learns:
             mask.requires_grad_()
-    params = backends.SDPAParams(
+    params = torch.backends.cuda.SDPAParams(
         q,
         _in_rows(k.value.to(problem.dtype)),
         _in_rows(v.value.to(problem.dtype)),
@@ -295,13 +294,13 @@ def _on_cuda(problem: Problem, grouped: bool) -> tuple[str, ...]:
         problem.causal,
         grouped,
     )
-    efficient = backends.can_use_efficient_attention(params)
-    if not (
-        efficient or backends.can_use_flash_attention(params) or backends.can_use_cudnn_attention(params)
-    ):
+    backends = cuda_sdpa_backends(params)
+    if backends is None:
+        raise Reason.NO_KERNEL.left_to_stock("its SDPA backend is selected by a size that depends on data")
+    if not backends:
         return ()
     # Its backward is no deterministic one; SDPA chooses another where that is asked for.
-    by_name = efficient and not grouped and not torch.are_deterministic_algorithms_enabled()
+    by_name = "efficient" in backends and not grouped and not torch.are_deterministic_algorithms_enabled()
     return ("sdpa", "efficient") if by_name and torch.backends.cuda.mem_efficient_sdp_enabled() else ("sdpa",)
 
 

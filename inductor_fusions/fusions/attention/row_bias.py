@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import known_true
+from ..._inductor import cuda_sdpa_backends, known_true
 from ...graph import torch_ops
 from ...graph.builder import Builder
 from . import predicates
@@ -86,12 +86,11 @@ def takes(problem: Problem, grouped: bool) -> bool:
     """
     if problem.q.value.device.type != "cuda":
         return True  # DEVICES holds another one: a test
-    backends = torch.backends.cuda
     q = problem.q.value.to(problem.dtype)
     k, v = (problem.k, problem.v) if grouped else (problem.full_k, problem.full_v)
     k_value, v_value = (t.value.to(problem.dtype) for t in (k, v))
-    params = backends.SDPAParams(q, k_value, v_value, None, 0.0, True, grouped)
-    return backends.cudnn_sdp_enabled() and backends.can_use_cudnn_attention(params)
+    params = torch.backends.cuda.SDPAParams(q, k_value, v_value, None, 0.0, True, grouped)
+    return torch.backends.cuda.cudnn_sdp_enabled() and "cudnn" in (cuda_sdpa_backends(params) or ())
 
 
 def bias(build: Builder, problem: Problem) -> fx.Node:

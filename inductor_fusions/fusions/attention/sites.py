@@ -91,7 +91,7 @@ class HandWritten(Candidate):
                     )
             with self.scope.interpreter.reading(site.output):
                 problem = pose(site, self.scope.interpreter)
-            check_not_empty(problem)
+            check_sizes(problem)
             if not same_problem_shapes(problem):
                 raise Reason.SHAPES.rejected("the shapes of q, k and v do not match")
             if dict(state.autocast).get(problem.q.value.device.type) is None:
@@ -100,7 +100,7 @@ class HandWritten(Candidate):
             problem.autocast = dict(state.autocast).get(problem.q.value.device.type) is not None
             check_empty_rows(problem)
             self.choice = kernels.choose(problem)
-        check_sizes(problem)
+        check_sizes(problem)  # what held above becomes guards
         for partner in site.partners:
             self._check_partner(partner)
 
@@ -176,8 +176,9 @@ class SdpaCall(Candidate):
         with suppress_guards(self.scope.fake_mode), modes.asking(state), torch.no_grad():
             with self.scope.interpreter.reading(self.anchor):
                 problem = self._pose()
+            check_sizes(problem)
             self.choice = kernels.choose(problem, self.call)
-        check_sizes(problem)
+        check_sizes(problem)  # what held above becomes guards
 
     def _pose(self) -> Problem:
         op = torch_ops.read(self.anchor)

@@ -12,7 +12,7 @@ from torch import fx
 
 from ...._inductor import hint, known_true
 from ....graph import torch_ops
-from ....operands import same_shape
+from ....operands import same_shape, tokens_of
 from ..normal_form import Term
 from ..operands import Operand, alignment, product
 from ..problem import Problem
@@ -43,6 +43,8 @@ def refused(problem: Problem) -> str:
     sizes = (*problem.q.shape[1:], *problem.k.shape[2:], problem.v.shape[3])
     if not all(isinstance(size, int) for size in sizes):
         return "lengths, heads or head dims are symbolic"
+    if tokens_of(problem.q.shape[0]) is None:
+        return "the batch size depends on data"
     if problem.dtype not in DTYPES:
         return f"no kernel for {problem.dtype}"
     most = plan.MOST_KEYS_IN_KERNEL[problem.dtype.itemsize]

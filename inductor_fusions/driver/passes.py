@@ -335,7 +335,7 @@ def _fuse_recorded(
     key = attempt.key(fusion.stage, fusion.name, anchor) if attempt is not None else None
     site = Site(
         fusion.name, "fused", anchor.name,
-        source=reporting.source_line(anchor), module=reporting.module_path(anchor),
+        source=_inductor.source_line(anchor), module=_inductor.module_path(anchor),
     )  # fmt: skip
     try:
         site.details = candidate.describe()

@@ -257,25 +257,25 @@ def test_said_by_a_compile(name: str, unsaid: None, caplog: pytest.LogCaptureFix
 def test_module_path(path: str, said: str) -> None:
     node = torch.fx.Graph().placeholder("x")
     node.meta["nn_module_stack"] = {"0": ("L['self']", object), "1": (path, object)}
-    assert reporting.module_path(node) == said
+    assert _inductor.module_path(node) == said
 
 
 def test_source_line() -> None:
     """The innermost frame of the user's, also where its text is not known."""
     node = torch.fx.Graph().placeholder("x")
-    assert reporting.source_line(node) == ""
+    assert _inductor.source_line(node) == ""
     node.meta["stack_trace"] = (
         '  File "a.py", line 1, in f\n    g(x)\n  File "b.py", line 2, in g\n    x + 1\n'
     )
-    assert reporting.source_line(node) == "b.py:2 in g: x + 1"
+    assert _inductor.source_line(node) == "b.py:2 in g: x + 1"
     node.meta["stack_trace"] = (
         '  File "a.py", line 1, in f\n    g(x)\n  File "<stdin>", line 2, in <lambda>\n'
     )
-    assert reporting.source_line(node) == "<stdin>:2 in <lambda>"
+    assert _inductor.source_line(node) == "<stdin>:2 in <lambda>"
     ours = _inductor.compiling.__file__
     own = f'  File "<stdin>", line 2, in f\n  File "{ours}", line 9, in call\n    return fn(x)\n'
     node.meta["stack_trace"] = own
-    assert reporting.source_line(node) == "<stdin>:2 in f"
+    assert _inductor.source_line(node) == "<stdin>:2 in f"
 
 
 # -- cost -----------------------------------------------------------------------------------------
@@ -303,7 +303,8 @@ def test_cost_when_nobody_looks(monkeypatch: pytest.MonkeyPatch, fresh_cache: No
         return call
 
     for module, names in (
-        (reporting, ("begin", "keep_pending", "store", "source_line", "module_path")),
+        (reporting, ("begin", "keep_pending", "store")),
+        (_inductor, ("source_line", "module_path")),
         (passes, ("_mark", "_tell", "trace_artifact")),
     ):
         for name in names:

@@ -103,6 +103,7 @@ def is_options(value: Any) -> bool:
     )
 
 
+#: Kernels of attention that have gains; SDPA chooses flash and cuDNN by itself.
 KERNELS = ("sdpa", "efficient", "flex", "row_bias", "short")
 
 

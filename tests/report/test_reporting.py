@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 import inductor_fusions
 from inductor_fusions import Report, Site, _inductor, config, reporting, testing
 from inductor_fusions.driver import passes
+from tests.support.installed import install
 from tests.support.processes import start
 
 ROOT = Path(inductor_fusions.__file__).parents[1]
@@ -135,15 +136,7 @@ for dim in -1, -2:
 @pytest.fixture
 def installed(tmp_path: Path) -> str:
     """A folder in which the package looks installed, with the entry points of pyproject.toml."""
-    tomllib = pytest.importorskip("tomllib")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = []
-    for group, entries in project["entry-points"].items():
-        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
-    info = tmp_path / "inductor_fusions-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: inductor_fusions\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    install(ROOT / "pyproject.toml", tmp_path)
     return str(tmp_path)
 
 

@@ -359,14 +359,14 @@ def test_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             path.write_text(text)
             paths.append(path)
         monkeypatch.setattr(containment, "sources", lambda fusion: paths)
-        passes.code_digest.cache_clear()
-        found[str(files)] = str(passes.code_digest((fusion("a"),)))
+        containment.code_digest.cache_clear()
+        found[str(files)] = str(containment.code_digest((fusion("a"),)))
 
     digest(a__x="1", b__x="2", x="")
     digest(a__x="2", b__x="1", x="")
     digest(a__x="12", b__x="", x="")
     digest(b__x="1", c__x="2", x="")
-    passes.code_digest.cache_clear()
+    containment.code_digest.cache_clear()
     assert len(set(found.values())) == len(found) == 4
 
 

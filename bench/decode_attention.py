@@ -276,7 +276,6 @@ class Step:
 
     Args:
         row: batch, length of the cache, and how much of it is in use.
-        device: where.
         small: a small model, to try the script.
     """
 

@@ -62,7 +62,6 @@ class Fault:
         stage: "trace", "joint", "post_grad", "lowering", "codegen" or "launch".
         guilty: which node of a fused site spoils a graph.
         backward: whether the graph of the backward is spoiled, not that of the forward.
-        make: makes what is raised.
     """
 
     def __init__(

@@ -66,7 +66,6 @@ def after_autograd(
         fn: a function or a module.
         args, kwargs: its arguments.
         train: whether it is differentiated as well.
-        toggles: of `config`.
     """
     graphs: list[Told] = []
     stock: Any = importlib.import_module("torch._inductor.compile_fx")

@@ -168,12 +168,9 @@ class ModuleWork:
     """A module, and where there is one the same written by hand with its weights.
 
     Args:
-        make: the module.
         by_hand: from the module, what someone would write for speed.
         draw: a set of its inputs; those that are floating are brought to the dtype.
-        dtype: of weights and inputs.
         train: whether there is a backward; inputs and parameters that take a gradient get one.
-        device: where.
     """
 
     def __init__(

@@ -206,10 +206,7 @@ def train(
     Args:
         model: what is trained, where it requires gradients.
         subject, load: how, and on what.
-        folder: of the data.
-        fused: with the fusions.
         seed: of the order of the data, and of dropout.
-        steps: how many.
         name: what progress is told of.
 
     Returns:

@@ -33,7 +33,6 @@ def judge(rows: Sequence[Json], window: int) -> list[Json]:
 
     Args:
         rows: results of bench.convergence: "model", "variant" (stock or fused), "seed" and "loss".
-        window: steps of a mean.
 
     Returns:
         For each model: "model"; "fused", the distance of both variants with the fused run's seed; "stock",

@@ -25,6 +25,7 @@ import json
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,7 @@ LAYERS = 8
 LEAST = 0.98
 #: Samples whose result is computed in float64.
 CHECKED = 2
-BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
 
 
 @dataclass(frozen=True)
@@ -171,10 +169,9 @@ def attention(row: Row, device: str, quick: bool) -> Json:
     """One attention: each form of SDPA, ours with each of its tiles, and the limit."""
     heads, kv_heads, dim = HEADS[row.kind]
     torch.manual_seed(0)
-    q = torch.randn(row.batch, heads, 1, dim, device=device, dtype=torch.bfloat16)
-    k, v = (
-        torch.randn(row.batch, kv_heads, row.keys, dim, device=device, dtype=torch.bfloat16) for _ in "kv"
-    )
+    made = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    q = made(row.batch, heads, 1, dim)
+    k, v = (made(row.batch, kv_heads, row.keys, dim) for _ in "kv")
     seen = shown(row, device)
     shape = plan.Shape(row.batch, heads, kv_heads, 1, row.keys, dim, q.dtype, row.mask)
     found: Json = {"key": row.key, **asdict(row), **shape.row}
@@ -213,9 +210,7 @@ def _ours(q: Any, k: Any, v: Any, mask: Any, shape: plan.Shape, chosen: Config, 
 
     lowest, listed = tiles()
     scale = shape.head_dim**-0.5
-    return (
-        lambda: op.DECODE_ATTENTION(q, k, v, mask, lowest, listed, scale, False, 1, given)
-    ), tiles  # fmt: skip
+    return partial(op.DECODE_ATTENTION, q, k, v, mask, lowest, listed, scale, False, 1, given), tiles
 
 
 @torch.compile(dynamic=True)
@@ -281,7 +276,6 @@ class Step:
 
     Args:
         row: batch, length of the cache, and how much of it is in use.
-        device: where.
         small: a small model, to try the script.
     """
 

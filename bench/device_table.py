@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from inductor_fusions.decisions import tables
+from inductor_fusions.decisions.schema import KERNELS
 
-#: Kernels that the package can emit; SDPA chooses flash and cuDNN by itself.
-KERNELS = ("sdpa", "efficient", "flex", "row_bias", "short")
 #: Masks of the measurements that the package does not tell from another kind.
 SAME_KIND = {
     "window": "bias_full",

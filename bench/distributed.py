@@ -50,11 +50,7 @@ def start(folder: Path, log: IO[str], module: str, *words: str, processes: int =
     """Start torchrun, in a session of its own.
 
     Args:
-        folder: of Inductor's cache.
         log: a file for what it writes.
-        module: that each process runs.
-        words: its arguments.
-        processes: how many.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     env = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
@@ -93,10 +89,8 @@ def torchrun(
     Args:
         backend: "gloo" or "nccl".
         folder: of Inductor's cache, and of the answer.
-        chosen: the engines.
         options: of the worker: "--times" for times instead of what is wrong.
         seconds: after which all processes are stopped.
-        processes: how many.
 
     Raises:
         RuntimeError: it failed, with the end of what it wrote.

@@ -116,7 +116,6 @@ def against_limit(what: str, count: str, groups: Mapping[str, Rows], limit: str)
 
     Args:
         what, count: heads of the first two columns.
-        groups: by name.
         limit: the variant that is one.
     """
     columns = {
@@ -130,7 +129,6 @@ def details(rows: Iterable[Json], limit: str, also: Sequence[str] = ()) -> str:
     """Each row: times of stock, of a limit and of ours in microseconds, and their quotients.
 
     Args:
-        rows: of a tuner.
         limit: the variant that is one.
         also: further variants, whose times are shown.
     """
@@ -190,12 +188,7 @@ def lora_summary(data: Json) -> str:
 
 
 def interactions_section(title: str, data: Json) -> str:
-    """Every row of bench.outer_product or bench.dot_interaction.
-
-    Args:
-        title: of the section.
-        data: the file.
-    """
+    """Every row of bench.outer_product or bench.dot_interaction."""
     text = (
         "Microseconds, by the wall clock and, in brackets, on the device alone; MiB is the peak beyond "
         "weights and inputs. The gain is that over the better stock, by the worse one of both clocks: it "

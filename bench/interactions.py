@@ -80,13 +80,9 @@ def measure(
     """Compile each variant, time them in turns, and compare them with the exact results.
 
     Args:
-        module: what is measured.
         once: calls a compiled one, and gives results and gradients.
         exact: what that gives in float64; asked when nothing compiled is held any more.
-        dtype: of the results.
-        fusion: whose sites are counted.
         device: "cuda" or "cpu".
-        quick: short blocks.
         chosen: by name, "stock" and "fused" among them.
 
     Returns:

@@ -43,9 +43,7 @@ class DLRM(nn.Module):
     modulus into a table of `entries` rows. The top MLP has 512, 256 and 1.
 
     Args:
-        width: of an embedding.
         sparse: how many sparse features there are.
-        entries: rows of each table.
         hidden: widths of the top MLP.
     """
 

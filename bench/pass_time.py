@@ -50,7 +50,6 @@ class Llama(nn.Module):
     """The last hidden state of a small Llama, whose attention is written out.
 
     Args:
-        layers: how many.
         adapters: whether PEFT gives each linear float32 adapters.
     """
 

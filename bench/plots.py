@@ -58,8 +58,6 @@ def save(name: str, data: Json, paths: Sequence[Path], source: str = "") -> list
     """Draw one plot into files.
 
     Args:
-        name: a key of `PLOTS`.
-        data: as in `draw`.
         paths: the files, whose endings say what they are.
         source: what SVG files say that they were drawn from.
 

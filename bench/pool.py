@@ -91,7 +91,6 @@ def run_tasks(
         work: called in a worker with a task and the path of a lock that all workers share; returns the
             answer and whether the process can go on. It must be importable by name.
         tasks: what to do, first things first.
-        jobs: number of worker processes.
         may_start: asked before each task is handed out; False ends the run after those under way.
         deadline: seconds until the tasks under way are given up as well.
     """

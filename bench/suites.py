@@ -369,8 +369,6 @@ def run(
     """Measure cases one by one, and yield each with its row; one that failed has the reason under "failed".
 
     Args:
-        todo: the cases.
-        settings: how.
         left: seconds left; a case that would not end in time is left out. Operations and blocks are taken to
             last as long as the longest of their suite so far, whole models as long as they did elsewhere.
         say: told what is going on.

@@ -30,8 +30,6 @@ def texts(kind: str, most: int, root: Path | None = None) -> Iterator[str]:
     """The texts of a kind, as many as `most` bytes hold.
 
     Args:
-        kind: of `KINDS`.
-        most: bytes of all.
         root: where files are looked for; by default where torch is installed.
     """
     root = root or Path(torch.__file__).parents[1]
@@ -57,11 +55,8 @@ def prepare(folder: Path, vocabulary: int, length: int, most: int, root: Path | 
     length) of uint16.
 
     Args:
-        folder: where they go.
         vocabulary: number of tokens, the special ones included.
-        length: of a sequence.
         most: bytes of text of each kind.
-        root: as in `texts`.
 
     Returns:
         kind -> its number of tokens, and the beginning of a digest of them.
@@ -94,10 +89,8 @@ def batches(
     """What a language model is given in all steps: int64 tensors of (steps, batch, length).
 
     Args:
-        path: as `prepare` wrote it.
         steps, batch: how many sequences; they are used again, in another order, where there are too few.
         seed: of the order, and of the tokens that are masked.
-        vocabulary: number of tokens.
         padded: each sequence is cut to half of its length or more, which depends on the sequence alone, and
             padded on the right.
         masked: labels are 15% of the tokens, of which 80% are masked and 10% are others; else all of them,

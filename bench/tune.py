@@ -33,8 +33,6 @@ def measure(
     """Run the script of a kind, as `python -m inductor_fusions tune KIND` does it; its exit code.
 
     Args:
-        kind: which.
-        where: the device.
         out, only, quick, budget, write_table, list_only: options of the command.
 
     Raises:

@@ -73,7 +73,6 @@ def wrote_table(options: argparse.Namespace, write: Callable[[Path, list[Json]],
     """With --table, write what the file has into the table of a device, and say so.
 
     Args:
-        options: as `parser` reads them.
         write: called with the path of the table and the rows of the file.
     """
     if not options.table:
@@ -119,7 +118,6 @@ def measure(
 
     Args:
         module: of the tuner, for the header of the file.
-        options: as `parser` reads them.
         groups: rows that one task measures together; most tuners have one in each.
         work: called with a task and the path of a lock of the device, mostly in another process. Answers the
             result of its one row or a list of results with their "key", and whether the process can go on. A

@@ -126,12 +126,7 @@ def grid(quick: bool) -> list[Row]:
 
 
 def work(row: Row, size: int) -> Json:
-    """FLOPs, and the bytes that have to be moved, by how much is fused.
-
-    Args:
-        row: what is computed.
-        size: bytes of an element.
-    """
+    """FLOPs, and the bytes that have to be moved, by how much is fused."""
     t, w, h = row.tokens, row.width, row.hidden
     layer = t * h * size
     if row.part == "up":

@@ -236,13 +236,7 @@ class Fusion:
         Raises:
             TypeError: `patterns` is no function without arguments.
         """
-        _check_patterns(patterns)
-
-        def declare(read: Callable[[Any, Match], Read]) -> Any:
-            self.patterns.append(Anchor(patterns, read, extra_check))
-            return read
-
-        return declare
+        return self._declared(Anchor, patterns, extra_check)
 
     def group(
         self, patterns: Patterns, extra_check: Callable[[Match], bool] | None = None
@@ -256,10 +250,15 @@ class Fusion:
         Raises:
             TypeError: `patterns` is no function without arguments.
         """
+        return self._declared(Group, patterns, extra_check)
+
+    def _declared(
+        self, kind: type[Anchor | Group], patterns: Patterns, extra_check: Callable[[Match], bool] | None
+    ) -> Callable[[Callable[[Any, Any], Any]], Any]:
         _check_patterns(patterns)
 
-        def declare(read: Callable[[Any, Sequence[Match]], Any]) -> Any:
-            self.patterns.append(Group(patterns, read, extra_check))
+        def declare(read: Callable[[Any, Any], Any]) -> Any:
+            self.patterns.append(kind(patterns, read, extra_check))
             return read
 
         return declare

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
-import os
 import re
 import sys
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,8 +14,8 @@ from pathlib import Path
 
 from torch import fx
 
-from . import _inductor, config
-from .sites import SCHEMA, Report, Site, Verdict
+from . import _inductor, config, records
+from .sites import Report, Site, Verdict
 
 __all__ = ["Report", "Site", "Verdict", "clear", "isolated", "report"]
 
@@ -229,8 +225,8 @@ def keep_pending(sites: Sequence[Site]) -> None:
     if sites:
         _pending.sites = [*_pending.sites, *sites]
         _pending.stored = False
-        _pending.counted = _times(_key(_pending.sites))
-        _remember_key(sites, _key(sites))
+        _pending.counted = _times(records.key(_pending.sites))
+        _remember_key(sites, records.key(sites))
 
 
 def store(graph: fx.Graph, own: Sequence[Site]) -> None:
@@ -247,13 +243,13 @@ def store(graph: fx.Graph, own: Sequence[Site]) -> None:
     _name_backends(graph, _pending.sites)
     batches: list[tuple[Sequence[Site], str]] = []
     if not _pending.stored:
-        batches.append((_pending.sites, _key(_pending.sites)))
+        batches.append((_pending.sites, records.key(_pending.sites)))
         # A cache may have served the forward of which this is the backward.
         if _times(batches[0][1]) > _pending.counted:
             batches.clear()
     _pending.stored = True
     if own:
-        batches.append((own, _key(own)))
+        batches.append((own, records.key(own)))
         _remember_key(*batches[-1])
     counters = _inductor.compile_counters()["inductor"]
     for sites, key in batches:
@@ -261,7 +257,7 @@ def store(graph: fx.Graph, own: Sequence[Site]) -> None:
             if site.verdict == "fused":
                 counters[f"fusions_{site.fusion}"] += 1
         counters[RECORD + key] += 1
-        _write(sites, key)
+        records.write(sites, key)
     if batches:
         _warn_if_nothing([site for sites, _ in batches for site in sites])
 
@@ -272,12 +268,6 @@ def _remember_key(sites: Sequence[Site], key: str) -> None:
         entry = next((e for e in reversed(_entries) if e.site is sites[0]), None)
         if entry is not None:
             entry.batch = key
-
-
-def _key(sites: Sequence[Site]) -> str:
-    """Key of records: a hash of what was decided in the pass (backends are known later)."""
-    plain = [{**asdict(site), "backend": ""} for site in sites]
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _times(key: str) -> int:
@@ -311,43 +301,6 @@ def _name_backends(graph: fx.Graph, sites: Sequence[Site]) -> None:
 TAG = "inductor_fusions"
 
 
-# -- records beside the cache ---------------------------------------------------------------------
-
-
-_KEY = re.compile("[0-9a-f]{32}")
-
-
-def _path(key: str) -> Path | None:
-    folder = _inductor.cache_folder()
-    return None if folder is None else folder / "inductor_fusions" / key[:2] / f"{key}.json"
-
-
-def _write(sites: Sequence[Site], key: str) -> None:
-    path = _path(key)
-    if path is None or path.exists():
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            file.write(Report(list(sites)).to_json())
-        os.replace(file.name, path)
-    except OSError as error:
-        log.debug("the records of a graph were not saved: %s", error)
-
-
-def _read(key: str) -> list[Site] | None:
-    if not _KEY.fullmatch(key):
-        return None  # a key from a cache names a file, so its form is checked
-    path = _path(key)
-    try:
-        values = json.loads(path.read_text()) if path is not None else {}
-        if values.get("schema") != SCHEMA:
-            return None
-        return [Site.from_dict(site) for site in values["sites"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
 def _counted() -> Counter[str]:
     """How often each record was counted in this process.
 
@@ -373,7 +326,7 @@ def _restore() -> int:
     _restore_backends(set(counted))
     for key, count in counted.items():
         missing = count - _seen[key] - here[key]
-        sites = _read(key) if missing > 0 else None
+        sites = records.read(key) if missing > 0 else None
         for _ in range(missing):
             if sites is None:
                 unknown += 1
@@ -391,11 +344,9 @@ def _restore_backends(counted: set[str]) -> None:
     for start, entry in enumerate(_entries):
         if entry.batch not in counted or not any(_lacks_backend(each.site) for each in _entries[start:]):
             continue
-        kept = _read(entry.batch) or []
+        kept = records.read(entry.batch) or []
         sites = [each.site for each in _entries[start : start + len(kept)]]
-        if [{**asdict(site), "backend": ""} for site in sites] == [
-            {**asdict(site), "backend": ""} for site in kept
-        ]:
+        if records.key(sites) == records.key(kept):
             for site, known in zip(sites, kept, strict=True):
                 site.backend = site.backend or known.backend
 
@@ -431,35 +382,3 @@ def _warn_if_nothing(sites: Sequence[Site]) -> None:
     if len(sites) > 1:
         what = f"none of {len(sites)} sites was fused; {count} of them"
     log.warning("%s: %s. To see each: %s", what, most, command)
-
-
-# -- where a node comes from ----------------------------------------------------------------------
-
-_FRAME = re.compile(
-    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)(?:\n {4}\s*(?P<text>[^\n]*))?'
-)
-
-
-def source_line(node: fx.Node) -> str:
-    """The innermost line of user code that made `node`, as "file:line in function: text"; or ""."""
-    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
-    own = os.path.dirname(_inductor.__file__)
-    frames = [frame for frame in frames if os.path.dirname(frame["file"]) != own]
-    if not frames:
-        return ""
-    last = frames[-1]
-    where = f"{last['file']}:{last['line']} in {last['function']}"
-    return f"{where}: {last['text'].strip()}" if last["text"] else where
-
-
-def module_path(node: fx.Node) -> str:
-    """The path, in the compiled module, of the module that made `node`: "layers.3.attention"; or ""."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])
-    # L['self'].layers[3].attention, L['self']._modules['layers']._modules['3'], L['fn'].layers.3,
-    # L['fn'].__dict__._modules.layers.3
-    path = re.sub(r"^[LG]\['[^']*'\]", "", path).replace("__dict__._modules.", "")
-    path = re.sub(r"\._modules\['([^']*)'\]|\['?([^'\]]*)'?\]", r".\1\2", path)
-    return path.strip(".")

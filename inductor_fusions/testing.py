@@ -73,12 +73,9 @@ class Capture(budget.Values):
 
     def calls(self, name: str) -> list[fx.Node]:
         """Nodes of `graphs`, and of the bodies nested in them, that call a function or method `name`."""
-        found = []
-        for graph in self.graphs:
-            for module in graph.modules():
-                if isinstance(module, fx.GraphModule):
-                    found += [node for node in module.graph.nodes if _target_name(node) == name]
-        return found
+        modules = [module for graph in self.graphs for module in graph.modules()]
+        bodies = [module.graph for module in modules if isinstance(module, fx.GraphModule)]
+        return [node for body in bodies for node in body.nodes if _target_name(node) == name]
 
 
 @dataclass(frozen=True)
@@ -160,10 +157,7 @@ def assert_fusions(
         args: its arguments, positional (a sequence) or by keyword (a mapping).
         expected: fusion -> number of fused sites; by default one attention. A fusion that is not named must
             fuse nothing.
-        train: as in `capture`.
-        dynamic: as in `capture`.
-        policy: as in `capture`.
-        backend: as in `capture`.
+        train, dynamic, policy, backend: as in `capture`.
 
     Returns:
         The run.
@@ -241,9 +235,7 @@ def check(
         factor: of the budget above.
         slack: of the budget above. One eps allows for rounding the result itself: if stock is exact by luck,
             no factor would be enough.
-        dynamic: as in `capture`.
-        policy: as in `capture`.
-        backend: as in `capture`. With `EAGER_AFTER_PASSES`, stock is `fn` itself.
+        dynamic, policy, backend: as in `capture`. With `EAGER_AFTER_PASSES`, stock is `fn` itself.
         reference: the function to run in float64 instead of `fn`, on the same inputs.
 
     Returns:
@@ -267,21 +259,16 @@ def check(
             else:
                 stock = capture(fn, *args, **options, **kwargs)
         ours = capture(fn, *args, **options, cotangents=stock.cotangents, **kwargs)
-        true = budget.Values(
-            *exact(fn if reference is None else reference, args, kwargs, train, stock.cotangents)[:2]
-        )
-        return ours, stock, budget.compare(ours, stock, true, factor, slack)
+        true = exact(fn if reference is None else reference, args, kwargs, train, stock.cotangents)[:2]
+        return ours, stock, budget.compare(ours, stock, budget.Values(*true), factor, slack)
 
     ours, stock, errors = compared(positional, keywords)
     if budget.problems(errors):
         others = (compared(*near((positional, keywords), sample))[2] for sample in range(1, SAMPLES))
         errors = budget.pooled([errors, *others])
     problems = _site_problems(ours.sites, fused, reason, kernel) + budget.problems(errors)
-    found = {error.name: (error.ours, error.stock) for error in errors}
-    if problems:
-        lines = "\n".join(f"  {n}: ours {a:.2e}, stock {b:.2e}" for n, (a, b) in found.items())
-        raise AssertionError("\n".join([*problems, "errors against float64:", lines, _listed(ours.sites)]))
-    return Checked(ours, stock, found)
+    _assert_none(problems, errors, ("ours", "stock"), ours.sites)
+    return Checked(ours, stock, {error.name: (error.ours, error.stock) for error in errors})
 
 
 def assert_close_to_eager(
@@ -306,8 +293,7 @@ def assert_close_to_eager(
         train: also compare gradients.
         factor: allowed multiple of eager's error.
         slack: allowed number of eps of the dtype in addition.
-        dynamic: as in `capture`.
-        policy: as in `capture`.
+        dynamic, policy: as in `capture`.
         keywords: keyword arguments beside positional ones.
 
     Returns:
@@ -325,9 +311,7 @@ def assert_close_to_eager(
     true = budget.Values(*exact(fn, positional, keywords, train, cotangents)[:2])
     compared = budget.compare(ours, budget.Values(outputs, grads), true, factor, slack)
     found = _site_problems(ours.sites, None, None, None) + budget.problems(compared)
-    if found:
-        lines = "\n".join(f"  {e.name}: compiled {e.ours:.2e}, eager {e.stock:.2e}" for e in compared)
-        raise AssertionError("\n".join([*found, "errors against float64:", lines, _listed(ours.sites)]))
+    _assert_none(found, compared, ("compiled", "eager"), ours.sites)
     return ours
 
 
@@ -357,8 +341,7 @@ class _AfterPasses:
 
     def _transform(self, graph: fx.GraphModule) -> None:
         """Run the passes on a graph and its nested graphs, which come first, as in Inductor."""
-        names = sorted({str(node.target) for node in graph.graph.nodes if node.op == "get_attr"})
-        for name in names:
+        for name in sorted({str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}):
             body = getattr(graph, name, None)
             if isinstance(body, fx.GraphModule):
                 self._transform(body)
@@ -369,6 +352,15 @@ class _AfterPasses:
 
 
 # -- what is wrong ---------------------------------------------------------------------------------
+
+
+def _assert_none(
+    problems: Sequence[str], errors: Sequence[budget.Error], names: tuple[str, str], sites: Sequence[Site]
+) -> None:
+    if problems:
+        first, second = names
+        lines = (f"  {each.name}: {first} {each.ours:.2e}, {second} {each.stock:.2e}" for each in errors)
+        raise AssertionError("\n".join([*problems, "errors against float64:", *lines, _listed(sites)]))
 
 
 def _site_problems(
@@ -403,6 +395,5 @@ def _listed(sites: Sequence[Site]) -> str:
 
 
 def _target_name(node: fx.Node) -> str:
-    if node.op not in ("call_function", "call_method"):
-        return ""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    target = node.target if node.op in ("call_function", "call_method") else ""
+    return target if isinstance(target, str) else getattr(target, "__name__", "")

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,18 @@ def nothing_is_recovered(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     for owner in (trials.Trials, recovery.Backward):
         monkeypatch.setattr(owner, "_may_be_ours", lambda found: False)
         monkeypatch.setattr(owner, "_relaunched", raised)
+
+
+@pytest.fixture
+def also_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Lets a fusion before autograd run after those of the package."""
+    from inductor_fusions import _inductor
+
+    def add(fusion: Any) -> None:
+        (held,) = [item for item in _inductor.get_hook("pre_grad") if hasattr(item, "fusions")]
+        monkeypatch.setattr(held, "_fusions", (*held.fusions, fusion))
+
+    return add
 
 
 @pytest.fixture

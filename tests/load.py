@@ -64,9 +64,7 @@ def grown(compiles: int, enabled: bool, backend: str = "passes", memory: bool = 
     """How much more is held after all of some compiles than after a third of them.
 
     Args:
-        compiles: how many.
         enabled: with the fusions, or stock.
-        backend: one of `BACKENDS`.
         memory: measure memory as well, for which the report is cleared.
 
     Returns:

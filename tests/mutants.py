@@ -37,6 +37,7 @@ from tests.mutating import ROOT, Site, sites
 SOURCES = (
     "fusions/**/*.py",
     "effects/*.py",
+    "layouts/copies.py",
     "layouts/leaving.py",
     "layouts/keeping.py",
     "operands.py",

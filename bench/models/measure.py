@@ -107,8 +107,6 @@ def measure(
     """Compile, then check and time, every variant of a case.
 
     Args:
-        case: what to measure.
-        settings: how.
         fused_first: whether fused is compiled before stock.
         say: told what is going on.
         lock: shared while this compiles and takes first steps, and held alone from then on: while one process

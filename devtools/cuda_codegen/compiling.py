@@ -69,8 +69,6 @@ def generate(
         train: run a backward, with ones as cotangents. Else nothing requires a gradient.
         run: False only compiles the first graph, and its backward with it. Uncompiled, products of real
             sizes take seconds on a CPU, and flex attention minutes.
-        arch: a key of `DEVICES`.
-        dynamic: as in `torch.compile`.
         config: Inductor's config inside, such as {"max_autotune": True}.
         prefer: what autotuning would measure: name of a choice -> milliseconds. By default the first
             choice wins.

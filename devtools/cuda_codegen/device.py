@@ -33,12 +33,7 @@ DEVICES: Mapping[int, Device] = {
 
 @contextlib.contextmanager
 def pretended(device: Device, prefer: Callable[[str], float] | None = None) -> Iterator[None]:
-    """Inside, everything that Inductor asks of the CUDA device is answered from `device`.
-
-    Args:
-        device: one of `DEVICES`.
-        prefer: as in `generate`.
-    """
+    """Inside, everything that Inductor asks of the CUDA device is answered from `device`."""
     from torch._inductor import select_algorithm
 
     for name in ("torch._inductor.codegen.triton", "torch._inductor.kernel.mm"):

@@ -18,7 +18,6 @@ def interpret(module: Module, inputs: Sequence[Any]) -> tuple[Any, ...]:
     """Run generated code on CPU tensors with Triton's interpreter.
 
     Args:
-        module: the code.
         inputs: the inputs of its graph, in order: CPU tensors of float16, float32 or integers.
 
     Raises:

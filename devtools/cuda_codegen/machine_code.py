@@ -74,7 +74,6 @@ def compile_kernel(source: str, arch: int = 90) -> list[MachineCode]:
     """Compile the module of one kernel to machine code, in each of its configurations.
 
     Args:
-        source: `Kernel.source`.
         arch: a key of `DEVICES`; it need not be the one that the source was generated for.
     """
     import triton
@@ -112,10 +111,8 @@ def compile_function(
     """Compile a `triton.jit` function to machine code.
 
     Args:
-        fn: the function.
         signature: argument -> Triton type ("*bf16", "i32", "constexpr").
         constants: argument -> value, of those that are constexpr.
-        arch: a key of `DEVICES`.
         num_warps, num_stages: as for a launch.
         aligned: arguments that are multiples of 16 (pointers: of 16 bytes).
     """

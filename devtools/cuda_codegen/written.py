@@ -92,7 +92,6 @@ def write(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Module:
     Args:
         gm: the graph, which the post-grad passes change.
         inputs: fake tensors and sizes, as Inductor's inner compile gets them.
-        **kwargs: of the inner compile.
     """
     from torch._inductor import compile_fx
 

@@ -71,10 +71,7 @@ def run(
     """Measure models and put their rows in place of the old ones.
 
     Args:
-        todo: the models.
         rows: of the ledger, by key; they are changed.
-        jobs: processes.
-        keep: called after each model.
 
     Returns:
         What became of each row, and why models failed.

@@ -1,4 +1,4 @@
-"""FX graphs: their kind, names in them, and retracing."""
+"""FX graphs: their kind, names in them, the user's code that made a node, and retracing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import copy
 import functools
 import importlib
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -219,3 +221,33 @@ def changes(node: fx.Node) -> None:
     held = _remembered.get()
     if held is not None:
         held.changes(node)
+
+
+_FRAME = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)(?:\n {4}\s*(?P<text>[^\n]*))?'
+)
+
+
+def source_line(node: fx.Node) -> str:
+    """The innermost line of user code that made `node`, as "file:line in function: text"; or ""."""
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    own = os.path.dirname(__file__)
+    frames = [frame for frame in frames if os.path.dirname(frame["file"]) != own]
+    if not frames:
+        return ""
+    last = frames[-1]
+    where = f"{last['file']}:{last['line']} in {last['function']}"
+    return f"{where}: {last['text'].strip()}" if last["text"] else where
+
+
+def module_path(node: fx.Node) -> str:
+    """The path, in the compiled module, of the module that made `node`: "layers.3.attention"; or ""."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    # L['self'].layers[3].attention, L['self']._modules['layers']._modules['3'], L['fn'].layers.3,
+    # L['fn'].__dict__._modules.layers.3
+    path = re.sub(r"^[LG]\['[^']*'\]", "", path).replace("__dict__._modules.", "")
+    path = re.sub(r"\._modules\['([^']*)'\]|\['?([^'\]]*)'?\]", r".\1\2", path)
+    return path.strip(".")

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from .. import _inductor, decisions
-from ..decisions.problems import KERNELS, SECTIONS
+from ..decisions.problems import SECTIONS
+from ..decisions.schema import KERNELS
 from ..explaining import absent
 from .common import Device, UserError, console, find_device, table
 

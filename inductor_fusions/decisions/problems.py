@@ -8,16 +8,34 @@ measured.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from .schema import (
+    ACCUMULATE,
+    BLOCK_MM,
+    DECODE,
+    DECODE_ATTENTION,
+    NARROW,
+    Check,
+    is_count,
+    is_dtype,
+    is_flag,
+    is_gain,
+    is_gains,
+    is_layout,
+    is_options,
+    is_size,
+    is_text,
+    list_of,
+    maybe,
+)
 
 #: Kernels that gain nothing but time must be measured or expected to be this much faster than stock.
 MARGIN = 1.03
 
 Row = Mapping[str, Any]
-Check = Callable[[Any], bool]
 
 #: Columns that a tile needs at least: ranks up to it are computed, and read, as it is.
 NARROWEST = 16
@@ -30,112 +48,6 @@ SINGLE_ROWS = 4
 def padded(size: int, least: int = NARROWEST) -> int:
     """The side of a tile that holds so many rows or columns: a power of two, enough for `tl.dot`."""
     return max(least, 1 << max(0, size - 1).bit_length())
-
-
-# -- checks of a column -----------------------------------------------------------------------------------
-
-
-def is_size(value: Any) -> bool:
-    """A positive integer."""
-    return type(value) is int and value > 0
-
-
-def is_count(value: Any) -> bool:
-    """An integer that is not negative."""
-    return type(value) is int and value >= 0
-
-
-def is_gain(value: Any) -> bool:
-    """A finite number that is not negative."""
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0
-
-
-def is_text(value: Any) -> bool:
-    """A string."""
-    return type(value) is str
-
-
-def is_flag(value: Any) -> bool:
-    """True or False."""
-    return type(value) is bool
-
-
-def is_dtype(value: Any) -> bool:
-    """The name of a dtype that there are kernels for."""
-    return value in ("float16", "bfloat16", "float32")
-
-
-def is_tile(value: Any) -> bool:
-    """The side of a tile: a power of two, or three times one."""
-    return is_size(value) and value <= 8192 and bin(value // 3 if value % 3 == 0 else value).count("1") == 1
-
-
-def is_layout(value: Any) -> bool:
-    """How a matrix lies: in order ("n") or transposed ("t")."""
-    return value in ("n", "t")
-
-
-def list_of(check: Check, least: int = 1) -> Check:
-    """A list whose elements pass a check."""
-    return lambda value: type(value) is list and len(value) >= least and all(map(check, value))
-
-
-def maybe(check: Check) -> Check:
-    """None, or what passes a check."""
-    return lambda value: value is None or check(value)
-
-
-def object_of(must: Mapping[str, Check], may: Mapping[str, Check] | None = None) -> Check:
-    """An object with these columns, and no others."""
-    known = {**must, **(may or {})}
-
-    def check(value: Any) -> bool:
-        return (
-            type(value) is dict
-            and must.keys() <= value.keys() <= known.keys()
-            and all(known[name](item) for name, item in value.items())
-        )
-
-    return check
-
-
-_WARPS: Mapping[str, Check] = {
-    "num_warps": lambda value: value in (1, 2, 4, 8, 16, 32),
-    "num_stages": lambda value: is_size(value) and value <= 16,
-}
-_BLOCK_MM = object_of(
-    {
-        "template": lambda value: value in ("tiled", "persistent", "row"),
-        "block_m": is_tile, "block_n": is_tile, "block_k": is_tile, **_WARPS,
-    },
-    {"group_m": is_size, "subtiles": is_tile, "per_processor": is_size, "across": is_flag},
-)  # fmt: skip
-# Tables of earlier versions say whether a kernel draws the masks of dropouts; none does.
-_NARROW = object_of({"block_m": is_tile, "block_k": is_tile, "splits": is_size, **_WARPS}, {"draws": is_flag})
-_ACCUMULATE = object_of({"block_m": is_tile, "block_n": is_tile, "num_warps": _WARPS["num_warps"]})
-_DECODE = object_of(
-    {"block_n": is_tile, "block_k": is_tile, **_WARPS, "splits": is_size, "early": is_flag},
-    {"lanes": is_size},
-)
-_DECODE_ATTENTION = object_of({"block_n": is_tile, "programs": is_size, **_WARPS})
-
-
-def _is_options(value: Any) -> bool:
-    """Tiles of flex attention: "fwd_BLOCK_M", "bwd_num_warps"."""
-    return type(value) is dict and all(
-        is_text(name) and re.fullmatch(r"(fwd|bwd)_\w+", name) is not None and is_size(item)
-        for name, item in value.items()
-    )
-
-
-KERNELS = ("sdpa", "efficient", "flex", "row_bias", "short")
-
-
-def _is_gains(value: Any) -> bool:
-    return type(value) is dict and all(name in KERNELS and is_gain(gain) for name, gain in value.items())
-
-
-# -- sections ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -328,7 +240,7 @@ SECTIONS: Mapping[str, Section] = {
             doubt=_attention_doubt, each=0.05,
             may=_TF32,
             measured=dict(
-                gain=_is_gains, options=_is_options, gemm_backward=is_count, visible=is_gain,
+                gain=is_gains, options=is_options, gemm_backward=is_count, visible=is_gain,
             ),
             needed=("gain",),
         ),
@@ -347,7 +259,7 @@ SECTIONS: Mapping[str, Section] = {
             # A short cache is read in the time that a launch takes: long ones say nothing of it.
             (1.0, 1.0, 0.5, 2.0, 0.5), along="batch", reach=3.0, each=0.05,
             # Over the best SDPA: the mean of a cache that fills, if a full one loses nothing.
-            measured={**_GAIN, "config": maybe(_DECODE_ATTENTION)}, needed=("gain", "config"),
+            measured={**_GAIN, "config": maybe(DECODE_ATTENTION)}, needed=("gain", "config"),
         ),
         Section(
             "block_mm",
@@ -358,7 +270,7 @@ SECTIONS: Mapping[str, Section] = {
             ),
             _block_same, _block_sizes, (1.0, 0.7, 0.7, 2.0, 2.0, 0.5, 1.0, 0.7), reach=4.0,
             may={"activation": (is_text, ""), "groups": (list_of(is_count), [])},
-            measured={"gain": is_gain, "config": maybe(_BLOCK_MM), "capability": list_of(is_count)},
+            measured={"gain": is_gain, "config": maybe(BLOCK_MM), "capability": list_of(is_count)},
             needed=("gain", "config"),
         ),
         Section(
@@ -396,7 +308,7 @@ SECTIONS: Mapping[str, Section] = {
             # The library is slow where a product has few columns, and gains with each doubling of them.
             _narrow_same, _narrow_sizes, (1.0, 4.0, 1.0, 1.0), may={**_MASKS, **_TF32},
             # Tiles that were fastest as a part of a linear have no gain of their own.
-            measured={**_GAIN, "config": maybe(_NARROW)}, needed=("config",),
+            measured={**_GAIN, "config": maybe(NARROW)}, needed=("config",),
         ),
         Section(
             "lora_accumulate",
@@ -406,7 +318,7 @@ SECTIONS: Mapping[str, Section] = {
             ),
             lambda row: (half(row["dtype"]), half(row["narrow"]), row["masks"]),
             lambda row: (row["columns"], sum(row["inner"]), len(row["inner"]), row["tokens"]),
-            (1.0,) * 4, measured={**_GAIN, "config": maybe(_ACCUMULATE)}, needed=("config",), gains=False,
+            (1.0,) * 4, measured={**_GAIN, "config": maybe(ACCUMULATE)}, needed=("config",), gains=False,
         ),
         Section(
             "lora_decode",
@@ -419,7 +331,7 @@ SECTIONS: Mapping[str, Section] = {
                 row["inner"], sum(row["columns"]), sum(map(padded, row["ranks"])), len(row["columns"]),
                 row["tokens"],
             ),
-            (1.0,) * 5, measured={"config": maybe(_DECODE)}, needed=("config",), gains=False,
+            (1.0,) * 5, measured={"config": maybe(DECODE)}, needed=("config",), gains=False,
         ),
         Section(
             "outer_product_linear",

@@ -1,9 +1,12 @@
-"""Fusions of other packages: their source, validation of their graphs, and rollback."""
+"""Fusions of other packages: their source, validation of their graphs, rollback. The hash of all sources."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.util
 import inspect
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 from torch import fx
 
 from .._inductor import computing_fakes, copied_graph, fake_mode_of, suppress_guards, value_of
+from ..decisions import machine
 from ..effects.writes import nodes_in
 from ..fusion import Fusion
 from ..sites import error_text
@@ -159,3 +163,29 @@ def _kind(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_kind(item) for item in value]
     return type(value).__name__
+
+
+@functools.lru_cache
+def code_digest(fusions: tuple[Fusion, ...]) -> str | None:
+    """Hash of every source file of the package and of fusions of other packages, and of the versions.
+
+    None if the source of a fusion of another package is not found.
+    """
+    package = Path(__file__).parents[1]
+    files = sorted(path for path in package.rglob("*") if path.suffix in (".py", ".jinja"))
+    named = [(path.relative_to(package).as_posix(), path) for path in files]
+    for fusion in fusions:
+        if is_foreign(fusion):
+            found = sources(fusion)
+            if not found:
+                return None
+            top = os.path.commonpath([path.parent for path in found])
+            named += [(f"{fusion.name}:{path.relative_to(top).as_posix()}", path) for path in found]
+    digest = hashlib.sha256()
+    for name, path in named:
+        content = path.read_bytes()
+        digest.update(f"{len(name)} {len(content)} {name}".encode())
+        digest.update(content)
+    for name in ("inductor_fusions", "triton"):
+        digest.update(f"{name}={machine.version(name)}".encode())
+    return digest.hexdigest()

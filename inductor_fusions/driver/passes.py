@@ -8,10 +8,8 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -127,7 +125,7 @@ class FusionPass(CustomGraphPass):
 
     def _state(self) -> str | None:
         """What `uuid` hashes of the package itself; None if it cannot be hashed."""
-        code = code_digest(self.fusions)
+        code = containment.code_digest(self.fusions)
         if code is None or config.most_sites() is not None or _inductor.bisecting():
             return None
         toggles, autocast = config.get_config_copy(), _inductor.autocast_beside_the_key()
@@ -160,32 +158,6 @@ class FusionPass(CustomGraphPass):
 @functools.lru_cache
 def _say_bypassed(error: str) -> None:
     log.warning("Inductor's cache is bypassed, because the key of the fusions cannot be computed: %s", error)
-
-
-@functools.lru_cache
-def code_digest(fusions: tuple[Fusion, ...]) -> str | None:
-    """Hash of every source file of the package and of fusions of other packages, and of the versions.
-
-    None if the source of a fusion of another package is not found.
-    """
-    package = Path(__file__).parents[1]
-    files = sorted(path for path in package.rglob("*") if path.suffix in (".py", ".jinja"))
-    named = [(path.relative_to(package).as_posix(), path) for path in files]
-    for fusion in fusions:
-        if containment.is_foreign(fusion):
-            found = containment.sources(fusion)
-            if not found:
-                return None
-            top = os.path.commonpath([path.parent for path in found])
-            named += [(f"{fusion.name}:{path.relative_to(top).as_posix()}", path) for path in found]
-    digest = hashlib.sha256()
-    for name, path in named:
-        content = path.read_bytes()
-        digest.update(f"{len(name)} {len(content)} {name}".encode())
-        digest.update(content)
-    for name in ("inductor_fusions", "triton"):
-        digest.update(f"{name}={machine.version(name)}".encode())
-    return digest.hexdigest()
 
 
 @held()
@@ -286,12 +258,8 @@ def _undo(fusion: Fusion, sites: list[Site], broken: str) -> None:
         site.verdict, site.reason, site.code = "failed", why, Reason.RAISED.code
         site.kernel, site.saved = "", {}
     if broken:
-        log.warning(
-            "%s made a graph invalid (%s); its changes at %d sites of this graph are undone",
-            fusion.name,
-            broken,
-            len(undone),
-        )
+        message = "%s made a graph invalid (%s); its changes at %d sites of this graph are undone"
+        log.warning(message, fusion.name, broken, len(undone))
 
 
 def _candidates(fusion: Fusion, graph: fx.Graph) -> Iterator[Candidate]:
@@ -335,7 +303,7 @@ def _fuse_recorded(
     key = attempt.key(fusion.stage, fusion.name, anchor) if attempt is not None else None
     site = Site(
         fusion.name, "fused", anchor.name,
-        source=reporting.source_line(anchor), module=reporting.module_path(anchor),
+        source=_inductor.source_line(anchor), module=_inductor.module_path(anchor),
     )  # fmt: skip
     try:
         site.details = candidate.describe()

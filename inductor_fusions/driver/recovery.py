@@ -98,7 +98,7 @@ class Backward(Trials):
         self.cache_keys += cache_keys
         self.first.starts()
         self._attentions = [
-            Site("attention", "failed", node.name, source=reporting.source_line(node))
+            Site("attention", "failed", node.name, source=_inductor.source_line(node))
             for node in unfusing.backwards(model.graph)
         ]
         self._overwritten = _inductor.donated()

@@ -11,9 +11,8 @@ import torch
 from torch import fx
 from torch.utils._dtype_abbrs import dtype_abbrs
 
-from .._inductor import value_of
+from .._inductor import module_path, source_line, value_of
 from ..driver.watching import Watcher
-from ..reporting import module_path, source_line
 from ..sites import Site, place
 
 #: At most so many characters of the arguments of an operation are kept.

@@ -18,7 +18,8 @@ from ..effects.modes import TRANSFORMS
 from ..effects.writes import GRADIENT_MODES, may_alias, name_of, storage, written
 from ..graph.builder import Builder
 from ..operands import tensor
-from .leaving import OWN, copied, is_transformed, leaves_of
+from .copies import OWN
+from .leaving import copied, is_transformed, leaves_of
 
 #: A copy that is made on one side of these has no gradient on the other, or is of another level.
 _SWITCHES = frozenset((*GRADIENT_MODES, *TRANSFORMS, *TRANSFORMS.values()))

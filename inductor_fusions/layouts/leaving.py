@@ -25,8 +25,8 @@ from .._inductor import fake_mode_of, hint, known_true, range_of, suppress_guard
 from ..effects.writes import is_opaque, may_alias, memory, name_of, written
 from ..graph.builder import Builder
 from ..graph.facts import change
-from ..lowering import define
 from ..operands import tensor
+from .copies import EVEN, OWN, dense_order
 
 #: The strides of their results do not depend on those of their first operand.
 _SETTLING = frozenset("linear bmm mm addmm baddbmm multi_head_attention_forward".split())
@@ -46,35 +46,6 @@ _STRIDED = frozenset(
 )
 
 
-def _own(x: torch.Tensor) -> torch.Tensor:
-    """x in memory of its own, contiguous. A clone would be removed before it is known what is saved."""
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-#: Graphs call it until they are partitioned; then `release` replaces most calls by clones.
-OWN = define("own", _own, lambda x: x.new_empty(x.shape), backward=lambda ctx, dy: dy)
-# Not lowered: a copy that Inductor generates might be written over x.
-_inductor.register_lowering_when_loaded(OWN, lambda x: _inductor.call_eagerly(OWN, x))
-
-
-def _even(x: torch.Tensor) -> torch.Tensor:
-    """x, whose gradient has the strides of x."""
-    return x.clone()
-
-
-def _even_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.order = dense_order(inputs[0]) or list(range(inputs[0].dim()))
-
-
-def _even_gradient(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-    back = [ctx.order.index(dim) for dim in range(dy.dim())]
-    return dy.permute(ctx.order).contiguous().permute(back)
-
-
-_EVEN = define("even", _even, torch.empty_like, setup=_even_setup, backward=_even_gradient)
-_inductor.register_lowering_when_loaded(_EVEN, lambda x: x)
-
-
 def release(graph: fx.Graph) -> None:
     """Replace the copies in a graph after autograd by clones: Inductor removes those that are not needed.
 
@@ -88,7 +59,7 @@ def release(graph: fx.Graph) -> None:
             continue
         node.target = torch.ops.aten.clone.default
         node.kwargs = {"memory_format": torch.contiguous_format}
-    for node in graph.find_nodes(op="call_function", target=_EVEN):
+    for node in graph.find_nodes(op="call_function", target=EVEN):
         node.target = torch.ops.aten.clone.default
 
 
@@ -126,21 +97,6 @@ def _takes_a_body(node: fx.Node) -> bool:
         isinstance(node.target, torch._ops.HigherOrderOperator)
         and node.target is not _inductor.flex_attention_op()
     )
-
-
-def _computes(user: fx.Node) -> bool:
-    return user.op != "output" and user.target is not _EVEN
-
-
-def even(branch: fx.Graph) -> None:
-    """Give the gradients of a branch's inputs the strides of these: torch compares those of all branches."""
-    for node in branch.find_nodes(op="placeholder"):
-        value = tensor(node)
-        if value is None or not value.requires_grad or any(user.target is _EVEN for user in node.users):
-            continue
-        first = next(each for each in branch.nodes if each.op != "placeholder")
-        new = Builder(first, node).given(value, _EVEN, node)
-        node.replace_all_uses_with(new, delete_user_cb=_computes)
 
 
 @dataclass(eq=False)
@@ -327,30 +283,6 @@ def copied(node: fx.Node, before: fx.Node, how: Any) -> fx.Node:
     if turned:
         call("permute", *(order.index(dim) for dim in range(value.dim())))
     return last
-
-
-def dense_order(value: torch.Tensor) -> list[int] | None:
-    """The dims of a tensor, the outermost in memory first; None if it has gaps, or if that is unknown."""
-    left = list(range(value.dim()))
-    inner: list[int] = []
-    # A contiguous tensor with sizes that may be 0 has the strides of one with ones in their place.
-    expected: tuple[Any, Any] = (1, 1)
-    while left:
-        fits = [d for d in reversed(left) if any(known_true(value.stride(d) == e) for e in expected)]
-        ones = [d for d in reversed(left) if known_true(value.shape[d] == 1)]
-        found = next((d for d in ones if d in fits), None)
-        if found is None and fits:
-            found = fits[0]
-        if found is None and len(ones) == len(left):
-            found = left[-1]
-        if found is None:
-            return None
-        left.remove(found)
-        inner.append(found)
-        size = value.shape[found]
-        at_least = max(size, 1) if isinstance(size, int) else torch.sym_max(size, 1)
-        expected = (expected[0] * size, expected[1] * at_least)
-    return inner[::-1]
 
 
 def is_transformed(graph: fx.Graph) -> bool:

@@ -14,9 +14,7 @@ import pytest
 import torch
 
 from inductor_fusions.fusions.attention.masks import Affine, And, NonNegative, Not, Or
-from inductor_fusions.fusions.attention.masks.values import (
-    Choice,
-    Value,
+from inductor_fusions.fusions.attention.masks.algebra import (
     choose,
     combine,
     compare,
@@ -25,6 +23,7 @@ from inductor_fusions.fusions.attention.masks.values import (
     magnitude,
     map_parts,
 )
+from inductor_fusions.fusions.attention.masks.values import Choice, Value
 from tests.attention.support import check, flex_everywhere, qkv
 from tests.cases.masks import segments, written
 

@@ -81,13 +81,9 @@ def run(
 
     Args:
         fn: a function or a module, on the CPU.
-        args: its arguments.
         train: differentiate it, with random cotangents.
-        dynamic: as in `torch.compile`.
         arch: the architecture of the device.
-        policy: as in the toggle.
         inductor: Inductor's config while the passes run.
-        strict: as the toggle.
     """
     import torch._dynamo
     from torch._inductor import config as inductor_config
@@ -116,7 +112,6 @@ def as_on_a_gpu(found: Run, arch: int = 90, inductor: dict[str, Any] | None = No
     """A backend of `torch.compile` that runs what the passes make of a graph for a CUDA device.
 
     Args:
-        found: takes the graphs.
         arch, inductor: as in `run`.
     """
     from torch._inductor import compile_fx
@@ -232,8 +227,6 @@ class Linears(nn.Module):
     """Linears on one input.
 
     Args:
-        width: of the input.
-        outs: widths of the outputs.
         bias: whether each has a bias; one for all, or one for each.
     """
 

@@ -19,7 +19,7 @@ from inductor_fusions import config, disable, enable, ops
 from inductor_fusions.block_mm import configurations, template
 from inductor_fusions.block_mm.problem import Problem
 from inductor_fusions.decisions import tables
-from inductor_fusions.driver import passes
+from inductor_fusions.driver import containment, passes
 from tests.block_mm.support import POST_GRAD, GatedMLP, Linears, rand, run
 
 
@@ -188,7 +188,7 @@ def test_uuid_covers_the_text_of_templates(name: str, monkeypatch: pytest.Monkey
     assert path.is_file()
 
     def uuid() -> Any:
-        passes.code_digest.cache_clear()
+        containment.code_digest.cache_clear()
         return passes.FusionPass("post_grad", POST_GRAD).uuid()
 
     before, read = uuid(), Path.read_bytes

@@ -111,7 +111,6 @@ class Machine:
             package: whether it imports the package.
             train: whether it runs a backward.
             fresh: start an interpreter of its own, with other hash seeds.
-            variables: its environment.
         """
         arguments = ["with" if package else "without", "train" if train else "infer"]
         if fresh:

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import inductor_fusions
-from inductor_fusions import config, reporting
+from inductor_fusions import config, records, reporting
 from tests import blocks
 from tests.support.processes import start
 
@@ -112,14 +112,14 @@ def test_broken_record(content: str, fresh_cache: None) -> None:
     """Is no record: the report says that it does not know, and nothing raises."""
     inductor_fusions.clear()
     sites = [site("one")]
-    reporting._write(sites, reporting._key(sites))
-    path = reporting._path(reporting._key(sites))
+    records.write(sites, records.key(sites))
+    path = records.path_of(records.key(sites))
     assert path is not None and path.is_file()
-    counters["inductor"][reporting.RECORD + reporting._key(sites)] += 2
+    counters["inductor"][reporting.RECORD + records.key(sites)] += 2
     assert len(inductor_fusions.report()) == 2
     inductor_fusions.clear()
     path.write_text(content)
-    counters["inductor"][reporting.RECORD + reporting._key(sites)] += 1
+    counters["inductor"][reporting.RECORD + records.key(sites)] += 1
     found = inductor_fusions.report()
     assert (len(found), found.unknown) == (0, 1)
     assert "from a cache without records" in str(found)
@@ -128,15 +128,15 @@ def test_broken_record(content: str, fresh_cache: None) -> None:
 def test_key() -> None:
     """Other sites, other records; the backend is known later and counts not."""
     ours = site("one")
-    key = reporting._key([ours])
+    key = records.key([ours])
     ours.backend = "flash"
-    assert reporting._key([ours]) == key
-    assert reporting._key([site("two")]) != key and reporting._key([ours, ours]) != key
+    assert records.key([ours]) == key
+    assert records.key([site("two")]) != key and records.key([ours, ours]) != key
 
 
 def test_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "inductor_fusions").write_text("a file where the folder would be")
-    monkeypatch.setattr(reporting._inductor, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(records._inductor, "cache_folder", lambda: tmp_path)
     sites = [site()]
-    reporting._write(sites, reporting._key(sites))
+    records.write(sites, records.key(sites))
     assert (tmp_path / "inductor_fusions").is_file()

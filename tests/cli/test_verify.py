@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import fx, nn
 
 import inductor_fusions
-from inductor_fusions import _inductor, config, verify
+from inductor_fusions import config, verify
 from inductor_fusions.checking import budget
 from inductor_fusions.checking.runs import Exact
 from inductor_fusions.fusion import Candidate, Fusion
@@ -66,17 +66,6 @@ def scaling(factor: float) -> Fusion:
     return Fusion("scaling", "pre_grad", "sigmoid to a multiple of it", recognise)
 
 
-@pytest.fixture
-def with_fusion(monkeypatch: pytest.MonkeyPatch):
-    """Adds a fusion to those that run."""
-
-    def add(fusion: Fusion) -> None:
-        (held,) = [item for item in _inductor.get_hook("pre_grad") if hasattr(item, "fusions")]
-        monkeypatch.setattr(held, "_fusions", (*held.fusions, fusion))
-
-    return add
-
-
 def test_another_default_device() -> None:
     """Cotangents are on the device of the outputs."""
     model, x = nn.Linear(8, 4), torch.randn(2, 8, requires_grad=True)
@@ -110,9 +99,9 @@ def test_nothing_fused() -> None:
     assert found.ok and "nothing was fused" in found.verdict()
 
 
-def test_wrong_fusion_is_found(with_fusion) -> None:
+def test_wrong_fusion_is_found(also_run: Callable[[Fusion], None]) -> None:
     """With both on it is wrong; with each alone one sees which it is."""
-    with_fusion(scaling(1.001))
+    also_run(scaling(1.001))
     found = verify(Model(), torch.randn(2, 5, 8), policy="always")
     assert not found.ok and "WRONG" in found.verdict()
     both, alone, wrong = found.rows

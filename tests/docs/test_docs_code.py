@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.installed import install
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("explain.md", "one_fusion.md", "adding_a_fusion.md", "supporting_a_new_model.md")
 
@@ -19,21 +21,6 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 def blocks(page: str) -> list[tuple[str, str]]:
     """(language, text) of each block of code."""
     return _BLOCK.findall((ROOT / "docs" / page).read_text("utf-8"))
-
-
-def install(folder: Path) -> None:
-    """What pip makes of a pyproject.toml: the entry points."""
-    tomllib = pytest.importorskip("tomllib")
-    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    info = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
-    )
-    lines = []
-    for group, entries in project["entry-points"].items():
-        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
 @pytest.mark.slow
@@ -52,7 +39,7 @@ def test_code_of_a_page(page: str, tmp_path: Path) -> None:
     if any("transformers" in command or "explain bert" in command for command in commands):
         pytest.importorskip("transformers")
     if (tmp_path / "pyproject.toml").exists():
-        install(tmp_path)
+        install(tmp_path / "pyproject.toml", tmp_path)
     path = os.pathsep.join(filter(None, [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     env = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])

@@ -1,12 +1,14 @@
-"""Attention as people of many fields write it, in one table of cases."""
+"""Attention, adapters, gates and loss heads as people of many fields write them, in two tables of cases."""
 
-from .form import Form
-from .language import LANGUAGE
-from .modules import MODULES
-from .sequences import SEQUENCES
-from .vision import VISION
-from .weights import WEIGHTS
+import importlib
 
-__all__ = ["FORMS", "Form"]
+from .form import FORMS, Form
+from .linear_form import LINEAR_FORMS, LinearForm
 
-FORMS: dict[str, Form] = {**VISION, **LANGUAGE, **SEQUENCES, **WEIGHTS, **MODULES}
+__all__ = ["FORMS", "LINEAR_FORMS", "Form", "LinearForm"]
+
+for name in (
+    "language matching memories modules pooling products scores sequences softmaxes structures vision "
+    "weights adapters gates losses"
+).split():
+    importlib.import_module(f"{__name__}.{name}")

@@ -8,11 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .form import collector
-from .linear_form import LinearForm, low_rank
+from .linear_form import form, low_rank
 
-ADAPTERS: dict[str, Any] = {}
-form = collector(ADAPTERS, LinearForm)
 X = (2, 48, 64)
 #: x, the base, A and B of rank 8, as `F.linear` takes them.
 LORA = (X, "frozen 128x64", (8, 64), (128, 8))

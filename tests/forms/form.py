@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+#: q, k and v, (batch, heads, length, dim).
+QKV = ((2, 4, 9, 8),) * 3
+
 #: A shape (a random tensor that takes a gradient), or what makes the value.
 Spec = tuple[int, ...] | Callable[[], Any]
 
@@ -43,7 +46,7 @@ def argument(spec: Spec) -> Any:
     return (torch.randn(spec) * 0.7).requires_grad_() if isinstance(spec, tuple) else spec()
 
 
-def collector(table: dict[str, Any], kind: Callable[..., Any] = Form) -> Callable[..., Callable[[Any], Any]]:
+def collector(table: dict[str, Any], kind: Callable[..., Any]) -> Callable[..., Callable[[Any], Any]]:
     """A decorator that adds a function or a class to `table`, under its name, as a form of this kind."""
 
     def form(*specs: Any, **options: Any) -> Callable[[Any], Any]:
@@ -61,3 +64,27 @@ def collector(table: dict[str, Any], kind: Callable[..., Any] = Form) -> Callabl
 def linears(width: int, *out: int, bias: bool = False) -> nn.ModuleList:
     """One linear from `width` to each of `out`."""
     return nn.ModuleList(nn.Linear(width, n, bias=bias) for n in out)
+
+
+def heads(x: Any, n: int) -> Any:
+    """(batch, length, n * dim) as (batch, n, length, dim)."""
+    return x.view(*x.shape[:-1], n, -1).transpose(-2, -3)
+
+
+def scored(q: Any, k: Any) -> Any:
+    """The scores of q and k of width 8."""
+    return q @ k.mT * 8**-0.5
+
+
+def merged(x: Any) -> Any:
+    """Heads as they were: the inverse of `heads`."""
+    return x.transpose(1, 2).contiguous().flatten(2)
+
+
+def some() -> torch.Tensor:
+    """Which keys of two samples are seen."""
+    return torch.tensor([[True] * 9, [True] * 5 + [False] * 4])
+
+
+FORMS: dict[str, Form] = {}
+form = collector(FORMS, Form)

@@ -7,11 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .form import collector
-from .linear_form import LinearForm
+from .linear_form import form
 
-GATES: dict[str, Any] = {}
-form = collector(GATES, LinearForm)
 X = (2, 48, 64)
 PACKED = (X, "frozen 256x64")
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .form import collector
+
 #: A shape of a random tensor that takes a gradient; "frozen 8x4" of one that takes none; or what makes it.
 Spec = tuple[int, ...] | str | Callable[[], Any]
 
@@ -52,3 +54,7 @@ def argument(spec: Spec, dtype: torch.dtype) -> Any:
 def low_rank(width: int, out: int, rank: int) -> tuple[nn.Linear, nn.Linear]:
     """A and B, without biases."""
     return nn.Linear(width, rank, bias=False), nn.Linear(rank, out, bias=False)
+
+
+LINEAR_FORMS: dict[str, LinearForm] = {}
+form = collector(LINEAR_FORMS, LinearForm)

@@ -9,70 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .form import Form, collector, linears
+from .form import form, linears
 
-MODULES: dict[str, Form] = {}
-form = collector(MODULES)
 einsum = torch.einsum
-
-
-@form((2, 9, 32), (2, 9, 9, 16), lambda: (torch.rand(2, 9) > 0.2).float())
-class Af3PairBias(nn.Module):
-    """AlphaFold3: single attention with pair bias, beta, mask inf*(mask-1), gate"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Linear(32, 32)
-        self.k, self.v, self.g = linears(32, 32, 32, 32)
-        self.b = nn.Linear(16, 4, bias=False)
-
-    def forward(self, a: Any, z: Any, mask: Any) -> Any:
-        q = self.q(a).unflatten(-1, (4, 8))
-        k = self.k(a).unflatten(-1, (4, 8))
-        v = self.v(a).unflatten(-1, (4, 8))
-        attn = einsum("bihd,bjhd->bhij", q.float(), k.float()) / 8**0.5
-        attn = attn + self.b(z).float().permute(0, 3, 1, 2)
-        attn = attn + (1 - mask[:, None, None].float()) * -1e6
-        attn = attn.softmax(dim=-1)
-        o = einsum("bhij,bjhd->bihd", attn, v.float()).to(v.dtype)
-        return self.g(a).sigmoid() * o.reshape(2, 9, 32)
-
-
-@form((2, 9, 32), (2, 9, 9, 16))
-class RoseBiased(nn.Module):
-    """softmax over dim -2 with heads last, bias b q k h"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.g = linears(32, 32, 32, 32, 32)
-        self.b = nn.Linear(16, 4, bias=False)
-
-    def forward(self, x: Any, z: Any) -> Any:
-        q, k, v = (l(x).reshape(2, 9, 4, 8) for l in (self.q, self.k, self.v))
-        k = k * (8**-0.5)
-        attn = einsum("bqhd,bkhd->bqkh", q, k) + self.b(z)
-        attn = F.softmax(attn, dim=-2)
-        out = einsum("bqkh,bkhd->bqhd", attn, v).reshape(2, 9, -1)
-        return torch.sigmoid(self.g(x)) * out
-
-
-@form((2, 7, 7, 16))
-class RosePairAxial(nn.Module):
-    """tied pair axial: sums over n"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = linears(16, 16, 16, 16)
-        self.b = nn.Linear(16, 2, bias=False)
-
-    def forward(self, pair: Any) -> Any:
-        B, L = pair.shape[:2]
-        q, k, v = (l(pair).reshape(B, L, L, 2, 8) for l in (self.q, self.k, self.v))
-        q = q * 8**-0.5
-        k = k / math.sqrt(L)
-        a = einsum("bnihk,bnjhk->bijh", q, k) + self.b(pair)
-        a = F.softmax(a, dim=-2)
-        return einsum("bijh,bnjhd->bnihd", a, v).reshape(B, L, L, -1)
 
 
 @form((2, 2 * 16 + 32, 4, 5))
@@ -301,36 +240,6 @@ class SasRecOld(nn.Module):
         o = torch.bmm(w, V)
         o = torch.cat(torch.split(o, 2, dim=0), dim=2)
         return o * seen.unsqueeze(-1)
-
-
-@form((2, 9, 32), lambda: torch.randint(0, 5, (2, 8, 8)), (2, 8, 8, 5, 6))
-class GraphormerBias(nn.Module):
-    """spatial pos + edge encoding, class token t bias written in parts, 2*..."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(32, 96)
-        self.sp = nn.Embedding(6, 4, padding_idx=0)
-        self.ed = nn.Linear(6, 4)
-        self.t = nn.Embedding(1, 4)
-
-    def forward(self, x: Any, sp: Any, ef: Any) -> Any:
-        B = x.shape[0]
-        bias = torch.zeros(B, 9, 9)
-        gb = bias.clone().unsqueeze(1).repeat(1, 4, 1, 1)
-        gb[:, :, 1:, 1:] = gb[:, :, 1:, 1:] + self.sp(sp).permute(0, 3, 1, 2)
-        t = self.t.weight.view(1, 4, 1)
-        gb[:, :, 1:, 0] = gb[:, :, 1:, 0] + t
-        gb[:, :, 0, :] = gb[:, :, 0, :] + t
-        e = self.ed(ef).mean(-2).permute(0, 3, 1, 2)
-        gb[:, :, 1:, 1:] = gb[:, :, 1:, 1:] + e
-        gb = gb + bias.unsqueeze(1)
-        q, k, v = (z.view(B, 9, 4, 8).transpose(1, 2) for z in self.qkv(x).chunk(3, -1))
-        q = q * 8**-0.5
-        a = torch.matmul(q, k.transpose(2, 3))
-        a = a + gb
-        a = torch.softmax(a, dim=3)
-        return a.matmul(v).transpose(1, 2).contiguous().view(B, -1, 32)
 
 
 @form((2, 16, 32), fused=1)

@@ -8,10 +8,7 @@ import torch
 from inductor_fusions.fusions.lora import factors, merged, norms
 from inductor_fusions.testing import says
 from tests.block_mm.support import check, run
-from tests.forms.adapters import ADAPTERS
-from tests.forms.gates import GATES
-from tests.forms.linear_form import LinearForm
-from tests.forms.losses import LOSSES
+from tests.forms import LINEAR_FORMS, LinearForm
 
 
 @pytest.fixture(autouse=True)
@@ -21,10 +18,7 @@ def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "check_device", lambda value: None)
 
 
-FORMS: dict[str, LinearForm] = {**ADAPTERS, **GATES, **LOSSES}
-
-
-@pytest.mark.parametrize("form", list(FORMS.values()), ids=list(FORMS))
+@pytest.mark.parametrize("form", list(LINEAR_FORMS.values()), ids=list(LINEAR_FORMS))
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 def test_form(form: LinearForm, train: bool) -> None:
     function, inputs = form.build(train, torch.bfloat16)

@@ -192,7 +192,6 @@ def check_products(
     """`judge_products` of any function: in training, or in inference where no input requires a gradient.
 
     Args:
-        function: the program.
         inputs: those that it overwrites stay as they are.
         quantised: how many casts to float8 it has, all of which are left in the graph.
         draws: whether it draws random numbers: the graphs without the fusions say what is right.
@@ -256,7 +255,6 @@ def is_rounding(
     Args:
         function, inputs: what was run.
         found: its results with the fusions: so many outputs, then gradients.
-        cotangents: of the outputs.
         slack: eps of the dtype that are always allowed.
         samples: how many runs say what rounding does.
         graphs: the results on some inputs of the unfused graphs, whose error counts as well.
@@ -307,7 +305,6 @@ def is_same_draw(
     Rounding changes a result by a few hundredths at most, another mask by as much as the result itself.
 
     Args:
-        inputs: of the program.
         found: its results with the fusions: so many outputs, then gradients.
         unfused: gives those without the fusions, of a seed.
     """
@@ -342,7 +339,6 @@ def judge_mask(program: Program, mask: Program, code: bool = False) -> Judged:
 
     Args:
         program: calls attention with a mask.
-        mask: gives the mask alone.
         code: judge the values of the code that Inductor makes of it for the device, not of the graphs.
 
     Raises:

@@ -14,7 +14,6 @@ class MaskWriter:
     """Boolean expressions over the index of the query and that of the key.
 
     Args:
-        writer: takes inputs.
         q, k: the lengths.
         batch: the number of samples, of masks that depend on the sample.
     """

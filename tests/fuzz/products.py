@@ -25,12 +25,7 @@ CASTS = [
 
 
 class ProductWriter:
-    """Writes a few linears, and what reads them.
-
-    Args:
-        draw: as hypothesis gives it.
-        adapters: whether linears have adapters.
-    """
+    """Writes a few linears, and what reads them."""
 
     def __init__(self, draw: Callable[[Any], Any], adapters: bool) -> None:
         self.w = w = Writer(draw)

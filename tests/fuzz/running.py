@@ -117,11 +117,7 @@ def run_batch(
     """Judge some programs, until one is wrong.
 
     Args:
-        kind: of the programs.
-        examples: how many.
-        number: the seed.
         share: of the programs whose code is judged, where the kind has some for a CPU.
-        step: called for each program.
         device: where programs run; there the code of every kind is judged.
     """
     spend_less()
@@ -221,15 +217,9 @@ def fuzz(
     """Judge random programs, the kinds in turns.
 
     Args:
-        examples: programs of each kind.
-        seed: of the first batch.
-        kinds: of `KINDS`.
         out: the file that each failure is appended to.
-        batch: programs from one seed.
         share: of the programs whose code is judged.
         report: grows by a row after each batch, and says which batches there are already.
-        jobs: processes.
-        device: as in `run_batch`.
 
     Returns:
         The number of failures, those in the report included.

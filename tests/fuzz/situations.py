@@ -153,7 +153,6 @@ def judge_situation(program: Situated, code: bool = False) -> Judged:
     """A program is right in its situation, or raises without the fusions as well.
 
     Args:
-        program: what is judged.
         code: judge Inductor's code, with strides of outputs and gradients laid out in three ways.
 
     Raises:

@@ -63,7 +63,6 @@ def judge(
 
     Args:
         program: as a test has it.
-        device: where it runs.
         dtype: of its tensors, where it runs in eager mode so; else their own.
         train: differentiate it, where eager mode can.
         stock_first: compile it without the fusions first, to see whether stock breaks the process.
@@ -283,8 +282,6 @@ def execute(
 
     Args:
         call: what is run: the function, or the function compiled.
-        program: with its arguments.
-        train: differentiate as well.
         cotangents: of the outputs that require a gradient; random ones, the same at each call, if None.
         sample: which inputs near the program's own.
         seed: of random numbers that are drawn.

@@ -182,12 +182,8 @@ class Batch:
     """Runs programs until all are judged, or the time is over.
 
     Args:
-        report: grows.
-        device: of the programs.
-        jobs: processes.
         deadline: in seconds since the epoch.
         limit: seconds that a program may take.
-        paths: what pytest collects.
         folder: for files of the processes.
     """
 

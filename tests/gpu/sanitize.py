@@ -59,8 +59,6 @@ def watched(tool: str, name: str, device: str, seconds: float) -> dict[str, Any]
 
     Args:
         tool: "memcheck", "racecheck", "initcheck" or "synccheck".
-        name: of the template.
-        device: where it runs.
         seconds: after which it is stopped, which counts as not clean.
     """
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND), sys.executable, "-m"]

@@ -27,6 +27,7 @@ from inductor_fusions.fusions import (
 from inductor_fusions.fusions.lora import inputs
 from inductor_fusions.fusions.stock_misfires import FUSION as STOCK_MISFIRES
 from inductor_fusions.graph import torch_ops
+from tests.support.graphs import traced
 
 aten = torch.ops.aten
 
@@ -114,17 +115,6 @@ def test_every_spelling_is_an_anchor(fusion: Fusion, names: set[str], method: bo
 # -- searches -------------------------------------------------------------------------------------
 
 
-def traced(fn: Callable[..., Any], *inputs: torch.Tensor) -> fx.Graph:
-    """A function as a graph after autograd."""
-    mode = torch._subclasses.fake_tensor.FakeTensorMode()
-    graph = _inductor.trace_decomposed(
-        lambda *args: (fn(*args),), [mode.from_tensor(x) for x in inputs], mode
-    ).graph
-    for node in graph.find_nodes(op="call_function", target=aten.view.default):
-        node.target = aten.reshape.default
-    return graph
-
-
 class Doubled(Candidate):
     """`relu(x)` as `relu(2 * x)`."""
 
@@ -159,7 +149,7 @@ def test_what_was_replaced_is_read_anew() -> None:
         read.append(("group", str(len(inductor_fusions.fusion.nodes_of(matches)))))
         return []
 
-    graph = traced(lambda x: x.relu().exp().relu().relu(), torch.randn(3))
+    graph = traced(lambda x: x.relu().exp().relu().relu(), torch.randn(3)).graph
     sites = passes.apply(fusion, graph)
     assert [site.verdict for site in sites] == ["rejected", "fused", "fused"]
     (_, (second, source), (third, replaced), group) = read
@@ -168,7 +158,7 @@ def test_what_was_replaced_is_read_anew() -> None:
 
 
 def test_searching_leaves_the_graph_alone() -> None:
-    graph = traced(lambda x: (x @ x).relu(), torch.randn(3, 3))
+    graph = traced(lambda x: (x @ x).relu(), torch.randn(3, 3)).graph
     before = [(node, node.args, dict(node.meta)) for node in graph.nodes]
     for fusion in registry.of("post_grad"):
         assert all(isinstance(each, Candidate) for each in matching.candidates(fusion, graph))
@@ -179,7 +169,7 @@ def test_dtypes_that_torch_passes_over_are_reported() -> None:
     """Inductor's matcher does not look at complex tensors."""
     fusion = Fusion("complex", "post_grad", "for tests")
     fusion.anchor(lambda: [aten.exp.default])(lambda scope, match: Doubled(match.output_node()))
-    graph = traced(lambda x: x.exp(), torch.randn(3, dtype=torch.complex64))
+    graph = traced(lambda x: x.exp(), torch.randn(3, dtype=torch.complex64)).graph
     assert [site.reason for site in passes.apply(fusion, graph)] == ["an input"]
 
 

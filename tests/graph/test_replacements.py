@@ -15,20 +15,9 @@ from inductor_fusions import _inductor, config
 from inductor_fusions.driver import matching, passes
 from inductor_fusions.fusion import Fusion, Rejected
 from inductor_fusions.fusions import gated_mlp, linear_epilogue, lora, product_diagonal
+from tests.support.graphs import traced
 
 aten = torch.ops.aten
-
-
-def traced(fn: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
-    """A function as a graph after autograd, of fake tensors."""
-    mode = torch._subclasses.fake_tensor.FakeTensorMode()
-    module = _inductor.trace_decomposed(
-        lambda *args: (fn(*args),), [mode.from_tensor(x) for x in inputs], mode
-    )
-    for node in module.graph.find_nodes(op="call_function", target=aten.view.default):
-        node.target = aten.reshape.default
-    module.recompile()
-    return module
 
 
 def applied(fusion: Fusion, fn: Callable[..., Any], *inputs: torch.Tensor) -> list[tuple[str, str]]:

@@ -35,8 +35,6 @@ class Adapted(nn.Module):
     """Linears on one input, with an adapter each, as PEFT spells them.
 
     Args:
-        adapters: dtype of the adapters.
-        count: how many linears.
         p: of the dropout in front of each adapter.
     """
 
@@ -80,7 +78,6 @@ def outcome(
     Args:
         fn, args: what is differentiated.
         fused: whether the fusions are on.
-        dynamic: as in `torch.compile`.
         real: with the kernels of Inductor, and its random numbers; else its graphs as eager mode runs them,
             which takes a tenth of the time.
     """

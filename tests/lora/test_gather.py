@@ -34,12 +34,7 @@ class Adapted(nn.Module):
 
 
 class Layers(nn.Module):
-    """Layers of two linears with adapters each.
-
-    Args:
-        count: of layers.
-        rank: of the adapters.
-    """
+    """Layers of two linears with adapters each."""
 
     def __init__(self, count: int = 2, rank: int = 16) -> None:
         super().__init__()

@@ -40,7 +40,6 @@ class Adapted(nn.Module):
     """The last hidden state of a Hugging Face model with PEFT's adapters.
 
     Args:
-        name: of the model.
         targets: names of the linears that get one.
         whole: whether the adapters are float32, as PEFT has them by default.
         options: further ones of `LoraConfig`; and `num_key_value_heads` of a Llama or Qwen.

@@ -253,7 +253,6 @@ def run(wanted: Sequence[tuple[Callable[[], Row], Row]], jobs: int, report: Resu
 
     Args:
         wanted: what makes a row, and the row as it is where that dies.
-        jobs: processes.
         report: takes the rows; those that it has are not made again.
     """
     wrong = 0

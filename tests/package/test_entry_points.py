@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from inductor_fusions import _inductor, config, registry, testing
+from inductor_fusions import config, registry, testing
 from inductor_fusions.driver import containment, passes
 from inductor_fusions.fusion import Candidate, Fusion, Rejected
 from tests.support.processes import start
@@ -122,17 +122,6 @@ def wrong_inputs(node: fx.Node) -> None:
         node.replace_all_uses_with(node.graph.placeholder("another"))
 
 
-@pytest.fixture
-def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fusion], None]:
-    """Makes a fusion run after those of the package."""
-
-    def add(new: Fusion) -> None:
-        (held,) = [item for item in _inductor.get_hook("pre_grad") if isinstance(item, passes.FusionPass)]
-        monkeypatch.setattr(held, "_fusions", (*held.fusions, new))
-
-    return add
-
-
 def model(q, k, v):
     gate = torch.sigmoid(q)
     return torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1) @ v * gate * torch.sigmoid(v)
@@ -150,8 +139,8 @@ def run(fn: Callable = model) -> testing.Capture:
     return found
 
 
-def test_right_fusion(only: Callable) -> None:
-    only(rewriting(right))
+def test_right_fusion(also_run: Callable) -> None:
+    also_run(rewriting(right))
     found = run()
     assert [(s.fusion, s.verdict) for s in found.sites] == [
         ("attention", "fused"),
@@ -173,10 +162,10 @@ def test_right_fusion(only: Callable) -> None:
     ],
 )
 def test_broken_fusion_is_undone(
-    how: Callable, says: str, only: Callable, caplog: pytest.LogCaptureFixture
+    how: Callable, says: str, also_run: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And named, and the others of the package stay."""
-    only(rewriting(how))
+    also_run(rewriting(how))
     found = run()
     assert [site.verdict for site in found.sites if site.fusion == "attention"] == ["fused"]
     failed = [site for site in found.sites if site.fusion == "foreign"]
@@ -187,7 +176,7 @@ def test_broken_fusion_is_undone(
     assert not found.calls("tanh")
 
 
-def test_raises_while_it_looks(only: Callable, caplog: pytest.LogCaptureFixture) -> None:
+def test_raises_while_it_looks(also_run: Callable, caplog: pytest.LogCaptureFixture) -> None:
     def recognise(graph: fx.Graph) -> Iterator[Candidate]:
         for node in list(graph.nodes):
             if node.target is torch.sigmoid:
@@ -195,20 +184,20 @@ def test_raises_while_it_looks(only: Callable, caplog: pytest.LogCaptureFixture)
                 wrong_order(next(n for n in graph.nodes if n.target is torch.sigmoid))
                 raise RuntimeError("on purpose")
 
-    only(fusion("foreign", recognise))
+    also_run(fusion("foreign", recognise))
     found = run()
     assert [site.verdict for site in found.sites] == ["fused", "failed"]
     assert len(found.calls("sigmoid")) == 2
     assert "on purpose" in caplog.text
 
 
-def test_strict_raises(only: Callable) -> None:
-    only(rewriting(wrong_shape))
+def test_strict_raises(also_run: Callable) -> None:
+    also_run(rewriting(wrong_shape))
     with config.patch(strict=True), pytest.raises(Exception, match="foreign made the graph invalid"):
         run()
 
 
-def test_nested_body_is_restored(only: Callable) -> None:
+def test_nested_body_is_restored(also_run: Callable) -> None:
     """A fusion that changes the body of a checkpointed region, and then breaks."""
 
     def recognise(graph: fx.Graph) -> Iterator[Candidate]:
@@ -218,7 +207,7 @@ def test_nested_body_is_restored(only: Callable) -> None:
                 if node.target is torch.sigmoid:
                     yield Rewrite(node, raises)
 
-    only(fusion("foreign", recognise))
+    also_run(fusion("foreign", recognise))
     found = run(lambda q, k, v: torch.utils.checkpoint.checkpoint(model, q, k, v, use_reentrant=False))
     assert {site.verdict for site in found.sites if site.fusion == "foreign"} == {"failed"}
     assert not found.calls("tanh") and len(found.calls("sigmoid")) == 2
@@ -231,8 +220,8 @@ def test_names_that_are_taken(name: str) -> None:
         registry._checked(fusion(name, lambda graph: ()), {"attention"})
 
 
-def test_skip(only: Callable) -> None:
-    only(rewriting(right))
+def test_skip(also_run: Callable) -> None:
+    also_run(rewriting(right))
     with config.patch(skip="another, foreign"):
         assert {site.fusion for site in run().sites} == {"attention"}
 
@@ -370,14 +359,14 @@ def test_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             path.write_text(text)
             paths.append(path)
         monkeypatch.setattr(containment, "sources", lambda fusion: paths)
-        passes.code_digest.cache_clear()
-        found[str(files)] = str(passes.code_digest((fusion("a"),)))
+        containment.code_digest.cache_clear()
+        found[str(files)] = str(containment.code_digest((fusion("a"),)))
 
     digest(a__x="1", b__x="2", x="")
     digest(a__x="2", b__x="1", x="")
     digest(a__x="12", b__x="", x="")
     digest(b__x="1", c__x="2", x="")
-    passes.code_digest.cache_clear()
+    containment.code_digest.cache_clear()
     assert len(set(found.values())) == len(found) == 4
 
 

@@ -13,7 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from inductor_fusions import _inductor, config, fusions
 from inductor_fusions.decisions import machine, tables
-from inductor_fusions.driver import passes
+from inductor_fusions.driver import containment, passes
 
 
 def new(before=None) -> passes.FusionPass:
@@ -81,7 +81,7 @@ def test_uuid_that_cannot_be_computed(
     def unreadable(fusions: Any) -> str:
         raise PermissionError("on purpose")
 
-    monkeypatch.setattr(passes, "code_digest", unreadable)
+    monkeypatch.setattr(containment, "code_digest", unreadable)
     passes._say_bypassed.cache_clear()
     with config.patch(strict=False):
         assert new().uuid() is None and new().uuid() is None

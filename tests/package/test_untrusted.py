@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from inductor_fusions import _inductor, reporting
+from inductor_fusions import _inductor, records
 from inductor_fusions.cli import benching, common, models
 from inductor_fusions.sites import Report, Site
 
@@ -21,15 +21,15 @@ KEY = "0123456789abcdef" * 2
 def test_key_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that a cache tells names a file: nothing but one that was made of a hash."""
     monkeypatch.setattr(_inductor, "cache_folder", lambda: tmp_path)
-    records = Report([Site("attention", "fused", "softmax")]).to_json()
-    for path in (tmp_path / "elsewhere.json", reporting._path(KEY)):
+    text = Report([Site("attention", "fused", "softmax")]).to_json()
+    for path in (tmp_path / "elsewhere.json", records.path_of(KEY)):
         assert path is not None
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(records)
+        path.write_text(text)
     (tmp_path / "inductor_fusions" / "..").mkdir(exist_ok=True)
-    assert reporting._read(KEY) == [Site("attention", "fused", "softmax")]
+    assert records.read(KEY) == [Site("attention", "fused", "softmax")]
     for key in ("../elsewhere", "../../elsewhere", str(tmp_path / "elsewhere"), KEY.upper(), KEY + "\n", ""):
-        assert reporting._read(key) is None
+        assert records.read(key) is None
 
 
 def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,12 +39,12 @@ def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="not a verdict"):
             Site.from_dict(wrong)
     monkeypatch.setattr(_inductor, "cache_folder", lambda: tmp_path)
-    path = reporting._path(KEY)
+    path = records.path_of(KEY)
     assert path is not None
     path.parent.mkdir(parents=True)
     verdict: Any = "perhaps"
     path.write_text(Report([Site("attention", verdict, "softmax")]).to_json())
-    assert reporting._read(KEY) is None
+    assert records.read(KEY) is None
 
 
 def test_path_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 import inductor_fusions
 from inductor_fusions import Report, Site, _inductor, config, reporting, testing
 from inductor_fusions.driver import passes
+from tests.support.installed import install
 from tests.support.processes import start
 
 ROOT = Path(inductor_fusions.__file__).parents[1]
@@ -135,15 +136,7 @@ for dim in -1, -2:
 @pytest.fixture
 def installed(tmp_path: Path) -> str:
     """A folder in which the package looks installed, with the entry points of pyproject.toml."""
-    tomllib = pytest.importorskip("tomllib")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = []
-    for group, entries in project["entry-points"].items():
-        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
-    info = tmp_path / "inductor_fusions-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: inductor_fusions\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    install(ROOT / "pyproject.toml", tmp_path)
     return str(tmp_path)
 
 
@@ -257,25 +250,25 @@ def test_said_by_a_compile(name: str, unsaid: None, caplog: pytest.LogCaptureFix
 def test_module_path(path: str, said: str) -> None:
     node = torch.fx.Graph().placeholder("x")
     node.meta["nn_module_stack"] = {"0": ("L['self']", object), "1": (path, object)}
-    assert reporting.module_path(node) == said
+    assert _inductor.module_path(node) == said
 
 
 def test_source_line() -> None:
     """The innermost frame of the user's, also where its text is not known."""
     node = torch.fx.Graph().placeholder("x")
-    assert reporting.source_line(node) == ""
+    assert _inductor.source_line(node) == ""
     node.meta["stack_trace"] = (
         '  File "a.py", line 1, in f\n    g(x)\n  File "b.py", line 2, in g\n    x + 1\n'
     )
-    assert reporting.source_line(node) == "b.py:2 in g: x + 1"
+    assert _inductor.source_line(node) == "b.py:2 in g: x + 1"
     node.meta["stack_trace"] = (
         '  File "a.py", line 1, in f\n    g(x)\n  File "<stdin>", line 2, in <lambda>\n'
     )
-    assert reporting.source_line(node) == "<stdin>:2 in <lambda>"
+    assert _inductor.source_line(node) == "<stdin>:2 in <lambda>"
     ours = _inductor.compiling.__file__
     own = f'  File "<stdin>", line 2, in f\n  File "{ours}", line 9, in call\n    return fn(x)\n'
     node.meta["stack_trace"] = own
-    assert reporting.source_line(node) == "<stdin>:2 in f"
+    assert _inductor.source_line(node) == "<stdin>:2 in f"
 
 
 # -- cost -----------------------------------------------------------------------------------------
@@ -303,7 +296,8 @@ def test_cost_when_nobody_looks(monkeypatch: pytest.MonkeyPatch, fresh_cache: No
         return call
 
     for module, names in (
-        (reporting, ("begin", "keep_pending", "store", "source_line", "module_path")),
+        (reporting, ("begin", "keep_pending", "store")),
+        (_inductor, ("source_line", "module_path")),
         (passes, ("_mark", "_tell", "trace_artifact")),
     ):
         for name in names:

@@ -117,7 +117,6 @@ def fused_on(
         device: a GPU compiles and runs it, and stock's error counts; on the CPU the passes take it to be on a
             GPU, their graphs run as they are, and eager mode's error counts.
         fn, args: a function or a module, and its arguments on the CPU.
-        train: differentiate it.
         factor: an error may be so many times the other.
     """
     if device.type == "cpu":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,6 +36,25 @@ def is_backward(graph: fx.Graph) -> bool:
     return any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
 
 
+def nothing(*_: Any) -> None:
+    pass
+
+
+def around(
+    owner: Any, name: str, before: Callable[..., None] = nothing, after: Callable[..., None] = nothing
+) -> AbstractContextManager[Any]:
+    """Inside, a function does something before and after it, with its positional arguments."""
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before(*args)
+        found = original(*args, **kwargs)
+        after(*args)
+        return found
+
+    return mock.patch.object(owner, name, call)
+
+
 class Fault:
     """Raises at one stage.
 
@@ -42,7 +62,6 @@ class Fault:
         stage: "trace", "joint", "post_grad", "lowering", "codegen" or "launch".
         guilty: which node of a fused site spoils a graph.
         backward: whether the graph of the backward is spoiled, not that of the forward.
-        make: makes what is raised.
     """
 
     def __init__(
@@ -73,64 +92,33 @@ class Fault:
         with getattr(self, f"_{self.stage}")():
             yield self
 
-    @contextlib.contextmanager
-    def _trace(self) -> Iterator[None]:
+    def _trace(self) -> AbstractContextManager[Any]:
         symbolic: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
-        original = symbolic.PropagateUnbackedSymInts.run_node
+        return around(symbolic.PropagateUnbackedSymInts, "run_node", before=lambda _, node: self._at(node))
 
-        def run_node(interpreter: Any, node: fx.Node) -> Any:
-            self._at(node)
-            return original(interpreter, node)
+    def _joint(self) -> AbstractContextManager[Any]:
+        return around(
+            compile_fx, "_recursive_joint_graph_passes", before=lambda graph, *_: self._in(graph.graph)
+        )
 
-        with mock.patch.object(symbolic.PropagateUnbackedSymInts, "run_node", run_node):
-            yield
+    def _post_grad(self) -> AbstractContextManager[Any]:
+        return around(
+            compile_fx, "_recursive_post_grad_passes", after=lambda graph, *_: self._in(graph.graph)
+        )
 
-    @contextlib.contextmanager
-    def _joint(self) -> Iterator[None]:
-        original = compile_fx._recursive_joint_graph_passes
-
-        def passes(graph: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-            self._in(graph.graph)
-            return original(graph, *args, **kwargs)
-
-        with mock.patch.object(compile_fx, "_recursive_joint_graph_passes", passes):
-            yield
-
-    @contextlib.contextmanager
-    def _post_grad(self) -> Iterator[None]:
-        original = compile_fx._recursive_post_grad_passes
-
-        def passes(graph: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-            original(graph, *args, **kwargs)
-            self._in(graph.graph)
-
-        with mock.patch.object(compile_fx, "_recursive_post_grad_passes", passes):
-            yield
-
-    @contextlib.contextmanager
-    def _lowering(self) -> Iterator[None]:
-        lowering: Any = importlib.import_module("torch._inductor.graph")
-        original = lowering.GraphLowering.run_node
-
-        def run_node(graph: Any, node: fx.Node) -> Any:
+    def _lowering(self) -> AbstractContextManager[Any]:
+        def before(_: Any, node: fx.Node) -> None:
             if is_backward(node.graph) == self.backward:
                 self._at(node)
-            return original(graph, node)
 
-        with mock.patch.object(lowering.GraphLowering, "run_node", run_node):
-            yield
-
-    @contextlib.contextmanager
-    def _codegen(self) -> Iterator[None]:
         lowering: Any = importlib.import_module("torch._inductor.graph")
-        original = lowering.GraphLowering.compile_to_module
+        return around(lowering.GraphLowering, "run_node", before)
 
-        def compile_to_module(graph: Any) -> Any:
-            self._in(graph.module.graph)
-            return original(graph)
-
-        with mock.patch.object(lowering.GraphLowering, "compile_to_module", compile_to_module):
-            yield
+    def _codegen(self) -> AbstractContextManager[Any]:
+        lowering: Any = importlib.import_module("torch._inductor.graph")
+        return around(
+            lowering.GraphLowering, "compile_to_module", before=lambda graph: self._in(graph.module.graph)
+        )
 
     @contextlib.contextmanager
     def _launch(self) -> Iterator[None]:

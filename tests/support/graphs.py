@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from inductor_fusions import config, reporting
-from inductor_fusions._inductor import fresh_compile, passes_only
+from inductor_fusions._inductor import fresh_compile, passes_only, trace_decomposed
 from inductor_fusions.checking.runs import run
 from inductor_fusions.driver import watching
 
@@ -66,7 +66,6 @@ def after_autograd(
         fn: a function or a module.
         args, kwargs: its arguments.
         train: whether it is differentiated as well.
-        toggles: of `config`.
     """
     graphs: list[Told] = []
     stock: Any = importlib.import_module("torch._inductor.compile_fx")
@@ -84,3 +83,13 @@ def after_autograd(
     finally:
         stock._recursive_post_grad_passes = passes
     return graphs, list(sites)
+
+
+def traced(fn: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
+    """A function as a graph after autograd, of fake tensors."""
+    mode = torch._subclasses.fake_tensor.FakeTensorMode()
+    module = trace_decomposed(lambda *args: (fn(*args),), [mode.from_tensor(x) for x in inputs], mode)
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
+    module.recompile()
+    return module

@@ -30,8 +30,6 @@ def judge(function: Callable[..., Any], inputs: Sequence[torch.Tensor], early: b
     """The sites of a function whose results are right; in training where an input takes a gradient.
 
     Args:
-        function: of the inputs.
-        inputs: what it reads.
         early: it is fused before autograd: judged on the graphs that Dynamo makes.
 
     Raises:
@@ -56,7 +54,6 @@ def compiled(
     Args:
         function: a function or a module.
         dynamic, fullgraph: as in `torch.compile`.
-        toggles: of `config`.
     """
     from torch._inductor import config as inductor_config
 

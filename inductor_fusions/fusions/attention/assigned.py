@@ -15,12 +15,13 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...effects.inplace import arguments
+from ...effects.liveness import readers
 from ...graph.dims import bounds, per_dim
 from ...graph.torch_ops import concrete, read, tensor
 from ...operands import same_shape
 from ...reasons import Reason
 from .arrangement import Arrangement
-from .normal_form import Term
+from .normal_form import Below, Term
 from .operands import Operand
 
 
@@ -82,6 +83,23 @@ class Region:
         return Term(operand, single.sizes(scores.shape), factor=term.factor, fill=term.fill)
 
 
+@dataclass(frozen=True)
+class Reading:
+    """A part of the scores on the way up from what is written into it.
+
+    Attributes:
+        part: which.
+        below: what is done to all scores.
+        shifts_cancel: as in `Walk`, for what all scores have in common.
+        terms: what acts on the scores before the part is read.
+    """
+
+    part: Region
+    below: Below
+    shifts_cancel: bool
+    terms: tuple[Term, ...] = ()
+
+
 def condition(writer: fx.Node, scores: fx.Node) -> tuple[Operand, Any] | None:
     """(mask, value) of `scores[mask] = value` or `scores.data.masked_fill_(mask, value)`; None of others."""
     op, rank = read(writer), 0
@@ -133,3 +151,11 @@ def _places(index: Any, shape: Sequence[Any]) -> tuple[tuple[Any, Any], ...] | N
         if not known_true(start >= 0) or not known_true(start < stop) or not known_true(stop <= size):
             return None
     return places
+
+
+def writes_into(writer: fx.Node, node: fx.Node) -> bool:
+    """Whether a node writes to another one, or to a view of it."""
+    op = read(writer)
+    view = op.input if op is not None else None
+    read_by = readers(node)
+    return writer in read_by or (isinstance(view, fx.Node) and view in read_by)

@@ -16,7 +16,7 @@ from ...effects.writes import may_alias, storage, written
 from ...graph import torch_ops
 from ...graph.builder import Builder
 from ...operands import same_shape
-from . import flex, mask_builder, row_bias
+from . import empty_rows, flex, mask_builder, row_bias
 from .decode import plan as decode
 from .decode.op import DECODE_ATTENTION
 from .mask_builder import Mask, MaskMemo, build_mask
@@ -90,7 +90,7 @@ class Emitter:
             result = build.call(torch.add, result, correction)
         by_predicate = kernel in ("flex", "row_bias") and problem.structure is not None
         if problem.zeros is not None and not by_predicate:
-            seen = mask_builder.rows_with_a_key(build, problem, self.memo)
+            seen = empty_rows.rows_with_a_key(build, problem, self.memo)
             result = build.call(torch.where, seen, result, 0.0)
         for scaler in problem.behind:
             result = _scaled(build, result, scaler)
@@ -163,7 +163,7 @@ class Emitter:
         if structure.never_empty or config.empty_rows == "ignore":
             return result
         if structure.number is None:
-            empty = mask_builder.empty_rows(build, problem, self.memo, structure)
+            empty = empty_rows.empty_rows(build, problem, self.memo, structure)
             return build.call(torch.where, empty, 0.0, result)
         return self._with_empty_rows(build, problem, structure, q, k, v, result)
 
@@ -199,7 +199,7 @@ class Emitter:
         result: fx.Node,
     ) -> fx.Node:  # fmt: skip
         """Fully masked rows hold the mean of the values, as equal weights give it."""
-        empty = mask_builder.empty_rows(build, problem, self.memo, structure)
+        empty = empty_rows.empty_rows(build, problem, self.memo, structure)
         mean = build.call(torch.mean, v, -2, True)
         heads, shared = problem.q.shape[1], build.value(v).shape[1]
         if not known_true(heads == shared):

@@ -26,14 +26,12 @@ from ... import config
 from ..._inductor import known_true
 from ...graph import torch_ops
 from ...graph.builder import Builder
-from ...reasons import Reason
-from . import predicates, row_bias
+from . import row_bias
 from .decode.op import DECODE_TILES, lowest_of
-from .masks import may_be_low, may_hide_rows
-from .normal_form import Term
+from .masks import may_hide_rows
 from .operands import Operand
 from .problem import Problem
-from .structure import EMPTY_BELOW, MASK_FILL, Structure
+from .structure import EMPTY_BELOW, MASK_FILL
 
 T = TypeVar("T")
 
@@ -118,31 +116,6 @@ def seen_tiles(
     return memo.once(make, "tiles", mask, version, operand.steps, kv_heads, block_n)
 
 
-def rows_with_a_key(build: Builder, problem: Problem, memo: MaskMemo) -> fx.Node:
-    """Which rows of the mask that makes others zero show a key, with one column."""
-    assert problem.zeros is not None
-    operand, hides = problem.zeros
-
-    def make() -> fx.Node:
-        mask = operand.built(build)
-        seen = build.call(torch.logical_not, mask) if hides else mask
-        return build.call(torch.any, seen, -1, True)
-
-    version = problem.version(operand.node, build.before)
-    return memo.once(make, "shown", operand.node, version, operand.steps, hides)
-
-
-def empty_rows(build: Builder, problem: Problem, memo: MaskMemo, structure: Structure) -> fx.Node:
-    """Which rows are fully masked, as (batch or 1, 1, q_len, 1)."""
-    shape = (*problem.q.shape[:3], problem.k.shape[2])
-
-    def make() -> fx.Node:
-        seen = predicates.whole(build, structure.visible, shape, problem.q.value.device)
-        return build.call(torch.logical_not, build.call(torch.any, seen, -1, True))
-
-    return memo.once(make, "empty", structure.visible, shape)
-
-
 def build_mask(build: Builder, problem: Problem, memo: MaskMemo) -> Mask:
     """The mask of a problem, of its `terms` or `attn_mask`; that of an earlier layer where it is the same."""
     if problem.attn_mask is not None or not problem.terms:
@@ -153,63 +126,6 @@ def build_mask(build: Builder, problem: Problem, memo: MaskMemo) -> Mask:
     return memo.once(
         lambda: _Terms(build, problem).mask(), "mask", terms, versions, problem.dtype, problem.train
     )  # fmt: skip
-
-
-def check_empty_rows(problem: Problem) -> None:
-    """Leave a site in training to stock if the user wants all gradients of fully masked rows as in stock.
-
-    Raises:
-        LeftToStock: under INDUCTOR_FUSIONS_EMPTY_ROWS=stock, where such rows cannot be ruled out.
-        Rejected: a mask that may hold low numbers is subtracted, so that the raised keys absorb the other
-            scores and the gradient into k is lost; or a bias is added to a row of fills, or scores are
-            clamped, and the number is not low enough to absorb them (number + score rounds to number).
-    """
-    if config.empty_rows != "ignore" and not (problem.structure and problem.structure.never_empty):
-        lowest = torch.finfo(torch.float16).min if problem.dtype == torch.float16 else EMPTY_BELOW
-        for term, _ in problem.terms:
-            if term.floor is not None and term.floor > lowest:
-                raise Reason.RANGE.rejected(
-                    f"scores are clamped to {term.floor:g}, which is too large: a fully masked row would "
-                    "not be uniform"
-                )
-        shallow = False  # whether scores are filled with a number that does not absorb a bias
-        for term, _ in problem.terms:
-            if term.fill is not None:
-                shallow |= math.isfinite(term.fill) and term.fill > EMPTY_BELOW
-            elif shallow and not may_hide_rows(term.node):
-                raise Reason.RANGE.rejected(
-                    "a bias is added to masked scores, and their fill value is too small to cancel it"
-                )
-        terms = [term for term, _ in problem.terms]
-        fills = [t.fill for t in terms if t.fill is not None and math.isfinite(t.fill)]
-        if any(f > lowest for f in fills) and any(t.fill is None and _is_shallow(t, lowest) for t in terms):
-            raise Reason.RANGE.rejected(
-                (
-                    "a masked fill and an additive mask may together mask a row fully, and the fill value "
-                    "is too small to cancel the scores"
-                ),
-                "fill with torch.finfo(dtype).min",
-            )
-    subtracted = [t.node for t, _ in problem.terms if t.fill is None and t.factor < 0 and t.depth is None]
-    if problem.train and any(problem.overwritten(node) or may_be_low(node) for node in subtracted):
-        raise Reason.RANGE.rejected(
-            "a mask that may hold low numbers is subtracted from the scores, which raises keys"
-        )
-    if config.empty_rows != "stock" or not problem.train or problem.zeros is not None:
-        return
-    for term, _ in problem.terms:
-        if (term.fill is not None and math.isfinite(term.fill)) or (
-            term.fill is None and may_hide_rows(term.node)
-        ):
-            raise Reason.EMPTY_ROWS.left_to_stock(
-                "a row may be fully masked, and INDUCTOR_FUSIONS_EMPTY_ROWS=stock",
-                "INDUCTOR_FUSIONS_EMPTY_ROWS=keep fuses, and keeps the values of such rows",
-            )
-
-
-def _is_shallow(term: Term, lowest: float) -> bool:
-    """Whether a mask that is added may hold numbers that hide a key without absorbing its score."""
-    return may_hide_rows(term.node) and (term.depth is None or lowest < term.depth < 0)
 
 
 class _Terms:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from ...graph.torch_ops import source
+from .arrangement import Arrangement
 from .operands import Operand
 
 
@@ -47,6 +48,29 @@ class Term:
     def as_scaler(self) -> tuple[str, Any, tuple[Any, ...]]:
         """A fill with 0 of whole rows, as `Attention.behind` has it."""
         return "hide" if self.hides else "show", self.node, self.lead
+
+
+@dataclass(frozen=True)
+class Below:
+    """What is done to the scores that a node holds, from there down to the softmax.
+
+    Attributes:
+        at: what the dims of the scores are.
+        factor: the numbers by which they are multiplied.
+        scalers: the tensors: "mul" or "div", by what, leading sizes of the scores there.
+    """
+
+    at: Arrangement
+    factor: float = 1.0
+    scalers: tuple[tuple[str, Any, tuple[Any, ...]], ...] = ()
+
+    def times(self, number: float) -> Below:
+        """The same for scores that a number multiplies first."""
+        return replace(self, factor=self.factor * number)
+
+    def scaled(self, name: str, by: Term) -> Below:
+        """The same for scores that a tensor multiplies ("mul") or divides ("div") first."""
+        return replace(self, scalers=(*self.scalers, (name, by.node, by.lead)))
 
 
 @dataclass(frozen=True)

@@ -13,20 +13,9 @@ from torch import fx
 from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
+from ...graph import torch_ops
 from ...graph.dims import permutation, selection
-from ...graph.torch_ops import (
-    ADDING,
-    CASTS,
-    COPIES,
-    EQUATIONS,
-    PRODUCTS,
-    Op,
-    dropout_p,
-    read,
-    reads_metadata,
-    tensor,
-    value,
-)
+from ...graph.torch_ops import PRODUCTS, Op, dropout_p, read, reads_metadata, tensor, value
 from ...operands import same_shape
 from ...reasons import Reason
 from . import einsum
@@ -138,10 +127,10 @@ def downwards(
         elif op.name == "expand":
             if before is None or after is None or not same_shape(before.shape, after.shape):
                 raise Reason.SHAPES.rejected("the attention weights are expanded")
-        elif op.name in CASTS:
+        elif op.name in torch_ops.CASTS:
             if after is None or not after.is_floating_point():
                 raise Reason.MIXED_DTYPES.rejected("the attention weights are cast to integers")
-        elif op.name not in COPIES:
+        elif op.name not in torch_ops.COPIES:
             raise _between(op, node)
         site.chain.append(user)
         node = user
@@ -174,7 +163,7 @@ def _result(op: Op, node: fx.Node, at: Arrangement) -> Result:
         raise Reason.OVERWRITTEN.rejected("the product with v writes to a given tensor (out=)")
     weights, made = tensor(node), tensor(op.node)
     assert weights is not None and made is not None
-    if op.name in EQUATIONS:
+    if op.name in torch_ops.EQUATIONS:
         v, shape, dims = einsum.values(op, node, at)
         result = Result(op.node, v, at.sizes(weights.shape), shape, dims)
     else:
@@ -302,7 +291,7 @@ def _between(op: Op, weights: fx.Node) -> Rejected:
     before, after = tensor(weights), tensor(op.node)
     if op.name == "mul" and not (before is None or after is None or same_shape(before.shape, after.shape)):
         return Reason.NO_PRODUCT.rejected("the weights are multiplied elementwise, not by a matrix product")
-    if op.name in ADDING:
+    if op.name in torch_ops.ADDING:
         return Reason.IN_BETWEEN.rejected(f"{op.name} also adds a tensor to the product with v", "torch.bmm")
     return Reason.IN_BETWEEN.rejected(f"{op.name} is between the softmax and the product with v")
 
@@ -376,7 +365,7 @@ def _zeroed(op: Op, weights: fx.Node, number: Callable[[Any], float | None], at:
     elif op.name == "mul":
         kept, condition = weights, op["other"] if op.input is weights else op.input
         factor = read(condition)
-        if factor is not None and factor.name in CASTS:
+        if factor is not None and factor.name in torch_ops.CASTS:
             condition = factor.input
         fill, hides = 0.0, False  # what is no boolean is refused
     else:

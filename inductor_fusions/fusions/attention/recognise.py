@@ -24,12 +24,11 @@ from ...operands import same_shape
 from ...reasons import Reason
 from .arrangement import NOT_OVER_KEYS, OWN_VALUES, Arrangement, Misplaced
 from .masks import Interpreter
-from .normal_form import Attention, Sink, Term
+from .normal_form import Attention, Below, Sink, Term
 from .operands import Operand, product
 from .output import MERGED, divided, downwards
 from .rescaled import logsumexp_of, read_sink
 from .scores import Upwards
-from .walk import Below
 from .written_out import SOFTMAXES, Softmax, softmax_at, weights_of
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ from ...effects.derivatives import Derivatives, takes_gradient
 from ...effects.inplace import arguments, inputs
 from ...fusion import Candidate, Rejected
 from ...graph import torch_ops
+from ...layouts.copies import even
 from ...layouts.keeping import Keeping
-from ...layouts.leaving import even, settle
+from ...layouts.leaving import settle
 from ...reasons import Reason
 from ...reporting import TAG
 from . import emit

@@ -20,10 +20,10 @@ from ...reasons import Reason
 from .arrangement import Arrangement
 from .masks import is_fill, is_one_or_zero
 from .no_product import between
-from .normal_form import Attention, Sink, Term
+from .normal_form import Attention, Below, Sink, Term
 from .operands import Operand
 from .structure import narrowed, predicate
-from .walk import Below, Walk, result_of
+from .walk import Walk, result_of
 
 #: Reductions of scores that may be subtracted from them.
 _OF_ROWS = ("amax", "max", "amin", "min", "mean", "logsumexp")

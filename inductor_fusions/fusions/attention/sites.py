@@ -21,7 +21,7 @@ from ...operands import check_kind, text
 from ...reasons import Reason
 from . import emit, kernels, savings, structure
 from .decode import plan as decode
-from .mask_builder import check_empty_rows
+from .empty_rows import check_empty_rows
 from .masks import may_hide_rows
 from .normal_form import Attention, Result, Term
 from .operands import Operand

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,70 +18,19 @@ from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
 from ...graph.dims import permutation
-from ...graph.torch_ops import (
-    CASTS,
-    COPIES,
-    EQUATIONS,
-    PRODUCTS,
-    VIEWS,
-    Op,
-    dropout_p,
-    read,
-    reads_metadata,
-    tensor,
-)
+from ...graph.torch_ops import Op, dropout_p, read, reads_metadata, tensor
 from ...operands import same_shape
 from ...reasons import Reason
 from . import einsum
 from .arrangement import NOT_OVER_KEYS, Arrangement, Misplaced, is_view, permuted
-from .assigned import Region, condition, region
+from .assigned import Reading, condition, region, writes_into
 from .masks import Interpreter, is_fill, may_hide_rows
 from .no_product import ELEMENTWISE, NO_PRODUCT, OUTSIDE, between, has_product, stands_between
-from .normal_form import Attention, Stage, Term
+from .normal_form import Attention, Below, Stage, Term
 from .operands import Operand
 
 #: How many nodes are tried on the way up: where an operation reads the scores twice, both sides are.
 MOST_STEPS = 1024
-
-
-@dataclass(frozen=True)
-class Below:
-    """What is done to the scores that a node holds, from there down to the softmax.
-
-    Attributes:
-        at: what the dims of the scores are.
-        factor: the numbers by which they are multiplied.
-        scalers: the tensors: "mul" or "div", by what, leading sizes of the scores there.
-    """
-
-    at: Arrangement
-    factor: float = 1.0
-    scalers: tuple[tuple[str, Any, tuple[Any, ...]], ...] = ()
-
-    def times(self, number: float) -> Below:
-        """The same for scores that a number multiplies first."""
-        return replace(self, factor=self.factor * number)
-
-    def scaled(self, name: str, by: Term) -> Below:
-        """The same for scores that a tensor multiplies ("mul") or divides ("div") first."""
-        return replace(self, scalers=(*self.scalers, (name, by.node, by.lead)))
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A part of the scores on the way up from what is written into it.
-
-    Attributes:
-        part: which.
-        below: what is done to all scores.
-        shifts_cancel: as in `Walk`, for what all scores have in common.
-        terms: what acts on the scores before the part is read.
-    """
-
-    part: Region
-    below: Below
-    shifts_cancel: bool
-    terms: tuple[Term, ...] = ()
 
 
 class Walk:
@@ -133,7 +82,7 @@ class Walk:
                 "too many operations are between the product of q and k and the softmax"
             )
         writer = self.interpreter.mutations.last(node, user)
-        if writer is not None and _writes_into(writer, node):
+        if writer is not None and writes_into(writer, node):
             return self._written(writer, node, user, below)
         self.writes_by_view = self.writes_by_view or writer
         for other in readers(node):
@@ -142,12 +91,12 @@ class Walk:
                 (self.readers if asks else self.others).append(other)
         if not scores.is_floating_point():
             raise Reason.MIXED_DTYPES.rejected("the scores are not floating point")
-        if op.name in PRODUCTS:
+        if op.name in torch_ops.PRODUCTS:
             return self._product(op, below)
         step = getattr(self, f"_{op.name}", None)
-        if step is None and (op.name in CASTS or op.name in COPIES):
+        if step is None and (op.name in torch_ops.CASTS or op.name in torch_ops.COPIES):
             step = self._through
-        elif step is None and op.name in VIEWS:
+        elif step is None and op.name in torch_ops.VIEWS:
             step = self._view
         elif step is None and permutation(op) is not None:
             step = self._permutation
@@ -379,7 +328,7 @@ class Walk:
             raise Reason.OVERWRITTEN.rejected("the product writes to a given tensor (out=)")
         if self.merged:
             below = replace(below, at=below.at.split())
-        if op.name in EQUATIONS:
+        if op.name in torch_ops.EQUATIONS:
             self.chooses = op.name == "linear" and not below.at.rows
             try:
                 q, k = einsum.queries_and_keys(op, below.at)
@@ -434,14 +383,6 @@ def result_of(op: Op) -> torch.Tensor:
     found = tensor(op.node)
     assert found is not None
     return found
-
-
-def _writes_into(writer: fx.Node, node: fx.Node) -> bool:
-    """Whether a node writes to another one, or to a view of it."""
-    op = read(writer)
-    view = op.input if op is not None else None
-    read_by = readers(node)
-    return writer in read_by or (isinstance(view, fx.Node) and view in read_by)
 
 
 def _shape(op: Op) -> tuple[Any, ...]:

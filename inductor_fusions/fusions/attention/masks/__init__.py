@@ -6,7 +6,8 @@ that cannot be read further. It gives None for what is overwritten. Sizes may be
 comparison is made with `known_true`, which adds no guard. A class is only ever given by proof. Contents of
 buffers are never read: compiled code is cached without them.
 
-    values        the algebra
+    values        numbers and conditions
+    algebra       arithmetic and logic on them
     dtypes        what of it a tensor's dtype holds
     interpreter   from the graph into the algebra, by a rule for each operation
     operations    rules for arithmetic, comparisons, casts, and tensors that are made
@@ -16,6 +17,7 @@ buffers are never read: compiled code is cached without them.
 """
 
 from . import operations, views  # they register their rules
+from .algebra import conjunction, is_one_or_zero, negation, substitute
 from .contents import holds_fills_alone, may_be_low, may_hide_rows
 from .dtypes import rounded
 from .interpreter import Interpreter
@@ -30,14 +32,10 @@ from .values import (
     Or,
     Unknown,
     affine,
-    conjunction,
     dims,
     elements,
     identity,
     is_condition,
     is_known,
-    is_one_or_zero,
-    negation,
-    substitute,
     within,
 )

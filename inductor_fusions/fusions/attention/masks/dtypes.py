@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from ....graph.torch_ops import value as value_of
+from .algebra import as_bool, choose
 from .proofs import bounds
-from .values import Affine, Choice, Data, Element, Number, Value, as_bool, choose, is_integral
+from .values import Affine, Choice, Data, Element, Number, Value, is_integral
 
 #: A dim whose size is symbolic is taken to be no longer than this, and an integer of the data no larger.
 LONGEST = 2**20

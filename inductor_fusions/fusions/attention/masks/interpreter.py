@@ -13,6 +13,7 @@ from ...._inductor import is_batched, known_true
 from ....effects.inplace import arguments, inputs
 from ....graph import torch_ops
 from ..aliasing import Mutations, adds_nothing
+from .algebra import as_bool, substitute
 from .dtypes import held, of_dtype
 from .proofs import reduce
 from .values import (
@@ -24,14 +25,12 @@ from .values import (
     Unknown,
     Value,
     affine,
-    as_bool,
     dims,
     identity,
     is_known,
     is_unit,
     renamed,
     size,
-    substitute,
 )
 
 

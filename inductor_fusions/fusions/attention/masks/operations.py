@@ -10,14 +10,7 @@ import torch
 
 from ...._inductor import known_true
 from ....graph import torch_ops
-from .dtypes import held, of_dtype
-from .interpreter import Interpreter, rank_of, rule
-from .values import (
-    BOOL,
-    Affine,
-    NonNegative,
-    Value,
-    affine,
+from .algebra import (
     as_bool,
     as_number,
     branches,
@@ -30,6 +23,9 @@ from .values import (
     map_parts,
     negation_of,
 )
+from .dtypes import held, of_dtype
+from .interpreter import Interpreter, rank_of, rule
+from .values import BOOL, Affine, NonNegative, Value, affine
 
 
 def _promoted(interpreter: Interpreter, op: torch_ops.Op) -> tuple[Value, Value]:

@@ -6,16 +6,8 @@ import math
 from collections.abc import Sequence
 
 from ...._inductor import known_true
-from .values import (
-    Affine,
-    Bool,
-    Choice,
-    NonNegative,
-    Number,
-    Value,
-    negation,
-    rebuilt,
-)
+from .algebra import negation, rebuilt
+from .values import Affine, Bool, Choice, NonNegative, Number, Value
 
 
 def classify(mask: Bool | None, shape: Sequence[Number]) -> str:

@@ -10,9 +10,10 @@ from torch import fx
 from ...._inductor import known_true
 from ....graph import torch_ops
 from ....graph.dims import permutation, selection
+from .algebra import substitute
 from .interpreter import Interpreter, rank_of, rule
 from .proofs import bounds
-from .values import Affine, Value, affine, identity, renamed, substitute
+from .values import Affine, Value, affine, identity, renamed
 
 
 @rule(*torch_ops.TRANSPOSES, "getattr")

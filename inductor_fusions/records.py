@@ -1,0 +1,58 @@
+"""Files of sites beside Inductor's cache: written with a cache entry, read where a cache serves it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from . import _inductor
+from .sites import SCHEMA, Report, Site
+
+log = logging.getLogger(__name__)
+
+
+def key(sites: Sequence[Site]) -> str:
+    """Key of records: a hash of what was decided in the pass (backends are known later)."""
+    plain = [{**asdict(site), "backend": ""} for site in sites]
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def path_of(key: str) -> Path | None:
+    """The file of a key; None if there is no cache folder."""
+    folder = _inductor.cache_folder()
+    return None if folder is None else folder / "inductor_fusions" / key[:2] / f"{key}.json"
+
+
+def write(sites: Sequence[Site], key: str) -> None:
+    """Save sites, where there is a folder that can be written."""
+    path = path_of(key)
+    if path is None or path.exists():
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            file.write(Report(list(sites)).to_json())
+        os.replace(file.name, path)
+    except OSError as error:
+        log.debug("the records of a graph were not saved: %s", error)
+
+
+def read(key: str) -> list[Site] | None:
+    """The sites of a key; None if their file is missing or not understood."""
+    if not re.fullmatch("[0-9a-f]{32}", key):
+        return None  # a key from a cache names a file, so its form is checked
+    path = path_of(key)
+    try:
+        values = json.loads(path.read_text()) if path is not None else {}
+        if values.get("schema") != SCHEMA:
+            return None
+        return [Site.from_dict(site) for site in values["sites"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

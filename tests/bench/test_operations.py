@@ -1,0 +1,118 @@
+"""Benchmarks of operations: rows on the CPU, tables that are made of rows, and tiles of the outer product."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from bench import dot_interaction, loss_head, outer_product
+from bench import outer_product_tiles as tiles
+from inductor_fusions.decisions.problems import SECTIONS
+from tests.support.processes import start
+
+ROWS = [
+    *((dot_interaction, kind, 8, train, 8, 5) for kind in dot_interaction.ALONE for train in (False, True)),
+    *((loss_head, kind, 48, 16, 96) for kind in ("head", "rows")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ROWS, ids=lambda case: " ".join(map(str, case[1:])))
+def test_row(case: Any) -> None:
+    """Correct against float64, and fused."""
+    bench, *columns = case
+    row = bench.measure(bench.Row(*columns), "cpu", quick=True)
+    assert row["correct"] and row["fused"] == 1
+    assert set(row["times_us"]) == {"stock", "fused"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_step(checkpointed: bool) -> None:
+    """A whole step, against float32 one sequence at a time."""
+    row = loss_head.measure(loss_head.Row("step", 64, 256, 512, checkpointed=checkpointed), "cpu", quick=True)
+    assert row["correct"] and row["fused"] == 1
+    assert set(row["times_us"]) == {"stock", "before", "fused"}
+
+
+#: The worse clock and the better stock say that it gains 1.5.
+TIMES = {
+    "times_us": {"stock": 6.0, "max_autotune": 4.0, "fused": 2.0},
+    "device_us": {"stock": 6.0, "max_autotune": 3.0, "fused": 2.0},
+}
+#: Rows of each benchmark, and the kind that is no row of a table.
+TABLES: dict[str, tuple[ModuleType, dict[str, Any], str]] = {
+    "dot_interaction": (
+        dot_interaction,
+        {
+            "kind": "interaction", "samples": 8192, "train": False, "width": 64, "features": 27,
+            "dense": True, "dtype": "bfloat16", "tiles": [2, 1, 2, 1],
+        }, "dlrm",
+    ),
+    "outer_product_linear": (
+        outer_product,
+        {"kind": "linear", "rows": 2048, "train": False, "p": 432, "q": 432, "columns": 512,
+         "dtype": "float32"}, "dlrm",
+    ),
+    "linear_cross_entropy": (
+        loss_head,
+        {
+            "kind": "head", "dtype": "bfloat16", "train": False, "frozen": False, "reduced": True,
+            "width": 4096, "classes": 128256, "tokens": 16384,
+        }, "step",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("section", TABLES)
+def test_table(section: str, tmp_path: Path) -> None:
+    """A wrong row never pays, and what is no operation alone is no row."""
+    bench, row, other = TABLES[section]
+    row = {**row, "fused": 1, "correct": True, **TIMES}
+    path = tmp_path / "a_device.json"
+    path.write_text('{"schema": 1, "device": "A device", "attention": []}')
+    bench.table(path, [row, {**row, "train": True, "correct": False}, {**row, "kind": other}])
+    data = json.loads(path.read_text())
+    assert [each["gain"] for each in data[section]] == [1.5, 0.0] and data["device"] == "A device"
+    for each in data[section]:
+        SECTIONS[section].check(each)
+    if section == "dot_interaction":
+        assert data[section][0]["tiles"] == [2, 1, 2, 1] and data[section][0]["pairs"] == "triangle"
+
+
+def test_grid_has_what_the_documentation_states() -> None:
+    """The linear alone and the whole model, at both numbers of samples, in both dtypes, with a backward."""
+    rows = outer_product.grid(quick=False)
+    assert len({row.key for row in rows}) == len(rows)
+    for kind in ("linear", "dlrm"):
+        found = {(row.rows, row.dtype, row.train) for row in rows if row.kind == kind}
+        wanted = {(n, d, t) for n in (2048, 128) for d in ("float32", "bfloat16") for t in (False, True)}
+        assert wanted <= found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tiles_in_force_are_among_the_candidates(size: int) -> None:
+    """Each candidate has what the kernel takes, and no other."""
+    pytest.importorskip("triton")
+    from inductor_fusions.fusions.outer_product_linear import launch
+
+    force = launch.LINEAR[size]
+    found = tiles.candidates(size)
+    assert len({tiles.named(*candidate) for candidate in found}) == len(found) > 10
+    assert all(set(tile) == set(force) for _, tile in found)
+    assert any(block == launch.BLOCK_Q[size] for block, _ in found)
+
+
+@pytest.mark.slow
+def test_tiles_are_compared_and_timed(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    out = tmp_path / "tiles.json"
+    command = ("-m", "bench.outer_product_tiles", "--quick", "--device", "cpu", "--out", str(out))
+    done = start(*command, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(out.read_text())["rows"]
+    assert len(row["times_us"]) == 2 and not row["skipped"] and row["gain"] >= 1.0, row

@@ -1,0 +1,81 @@
+"""Products in other words, several products with the same weights, and values of pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .form import QKV, form, scored
+
+einsum = torch.einsum
+
+
+@form((9, 16), (13, 16), (13, 8))
+def product_by_tensordot(q: Any, k: Any, v: Any) -> Any:
+    weights = torch.softmax(torch.tensordot(q, k, dims=([1], [1])) * 0.25, dim=1)
+    return torch.tensordot(weights, v, dims=1)
+
+
+@form((9, 16), (13, 16), (13, 8), (9, 13))
+def bias_by_addmm(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    return torch.mm(torch.addmm(bias, q, k.t(), alpha=0.25).softmax(1), v)
+
+
+@form((9, 16), (13, 16), (13, 8), (9, 8), fused=0, reasons=("in-between",))
+def residual_by_addmm(q: Any, k: Any, v: Any, x: Any) -> Any:
+    return torch.addmm(x, (q @ k.t() * 0.25).softmax(1), v)
+
+
+@form((2, 9, 16), (2, 13, 16), fused=0, reasons=("elementwise",))
+def products_by_elements(q: Any, k: Any) -> Any:
+    return ((q[:, :, None] * k[:, None]).sum(-1) * 0.25).softmax(-1) @ k
+
+
+@form(*((2, 4, 9, 8),) * 4, (2, 4, 9, 16), (1,), fused=0, reasons=("differential attention",) * 2)
+def difference_of_weights(q1: Any, k1: Any, q2: Any, k2: Any, v: Any, factor: Any) -> Any:
+    return (scored(q1, k1).softmax(-1) - factor * scored(q2, k2).softmax(-1)) @ v
+
+
+@form(*QKV, fused=0, reasons=("differential attention",))
+def difference_of_heads(q: Any, k: Any, v: Any) -> Any:
+    w = scored(q, k).softmax(-1).view(2, 2, 2, 9, 9)
+    return (w[:, :, 0] - 0.8 * w[:, :, 1]) @ v[:, :2]
+
+
+@form(*((2, 4, 9, 8),) * 4, (2, 4, 9, 16), (1,), fused=2)
+def difference_of_results(q1: Any, k1: Any, q2: Any, k2: Any, v: Any, factor: Any) -> Any:
+    return scored(q1, k1).softmax(-1) @ v - factor * (scored(q2, k2).softmax(-1) @ v)
+
+
+@form(*QKV, fused=0, reasons=("no-product",))
+def weights_and_values_by_elements(q: Any, k: Any, v: Any) -> Any:
+    return (scored(q, k).softmax(-1).unsqueeze(-1) * v.unsqueeze(2)).sum(3)
+
+
+@form(*QKV, fused=0, reasons=("weights",))
+def two_steps_along_the_same_weights(q: Any, k: Any, v: Any) -> Any:
+    w = scored(q, k).softmax(-1)
+    return w @ (w @ v)
+
+
+@form(*QKV, (2, 4, 9, 8), fused=0, reasons=("weights",))
+def values_overwritten_between_two_products(q: Any, k: Any, v: Any, u: Any) -> Any:
+    u, w = u * 1, scored(q, k).softmax(-1)
+    x = w @ v
+    u.mul_(2)
+    return x, w @ u.relu()
+
+
+@form(*QKV, (2, 9, 9, 5), fused=0, reasons=("weights",))
+def values_of_pairs(q: Any, k: Any, v: Any, pairs: Any) -> Any:
+    """AlphaFold's points: values that depend on the query as well."""
+    w = scored(q, k).softmax(-1)
+    return w @ v, einsum("bhij,bijc->bihc", w, pairs)
+
+
+@form((9, 16), (13, 16), (16, 16), fused=0, reasons=("no-product",))
+def values_less_those_of_the_query(x: Any, candidates: Any, w: Any) -> Any:
+    """TabR: candidates are weighed by their distance, and what they add depends on the query as well."""
+    weights = (2 * x @ candidates.mT - candidates.square().sum(-1)).softmax(-1)
+    return (weights.unsqueeze(1) @ ((x[:, None] - candidates) @ w)).squeeze(1)

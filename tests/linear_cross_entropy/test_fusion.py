@@ -259,6 +259,17 @@ def test_products(product: str) -> None:
     check(fn, (*inputs, torch.randint(V, (B * T,))))
 
 
+@pytest.mark.parametrize("h, w", [((B * T, 1), (V, H)), ((B * T, H), (V, 1))])
+def test_einsum_that_broadcasts_a_dim_that_it_sums_over(h: tuple[int, int], w: tuple[int, int]) -> None:
+    inputs = [torch.randn(shape, requires_grad=True) for shape in (h, w)]
+    check(
+        lambda h, w, labels: F.cross_entropy(torch.einsum("td,vd->tv", h, w), labels),
+        (*inputs, torch.randint(V, (B * T,))),
+        fused=0,
+        reason="loss",
+    )
+
+
 def returned(logits: Any, labels: Any) -> Any:
     return causal(logits, labels), logits
 

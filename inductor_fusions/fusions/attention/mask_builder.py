@@ -155,16 +155,26 @@ def build_mask(build: Builder, problem: Problem, memo: MaskMemo) -> Mask:
     )  # fmt: skip
 
 
-def check_empty_rows(problem: Problem) -> None:
+def check_empty_rows(problem: Problem, by_logsumexp: bool = False) -> None:
     """Leave a site in training to stock if the user wants all gradients of fully masked rows as in stock.
+
+    Args:
+        by_logsumexp: whether the weights are exp(s - logsumexp(s)).
 
     Raises:
         LeftToStock: under INDUCTOR_FUSIONS_EMPTY_ROWS=stock, where such rows cannot be ruled out.
         Rejected: a mask that may hold low numbers is subtracted, so that the raised keys absorb the other
-            scores and the gradient into k is lost; or a bias is added to a row of fills, or scores are
+            scores and the gradient into k is lost; or the logsumexp of a row of fills is the fill; or a bias is added to a row of fills, or scores are
             clamped, and the number is not low enough to absorb them (number + score rounds to number).
     """
+    hides = any(
+        may_hide_rows(term.node) if term.fill is None else math.isfinite(term.fill) for term, _ in problem.terms
+    )
     if config.empty_rows != "ignore" and not (problem.structure and problem.structure.never_empty):
+        if by_logsumexp and hides:
+            raise Reason.EMPTY_ROWS.rejected(
+                "the weights of a fully masked row are 1, exp of a large number minus itself", "torch.softmax"
+            )
         lowest = torch.finfo(torch.float16).min if problem.dtype == torch.float16 else EMPTY_BELOW
         for term, _ in problem.terms:
             if term.floor is not None and term.floor > lowest:
@@ -197,14 +207,11 @@ def check_empty_rows(problem: Problem) -> None:
         )
     if config.empty_rows != "stock" or not problem.train or problem.zeros is not None:
         return
-    for term, _ in problem.terms:
-        if (term.fill is not None and math.isfinite(term.fill)) or (
-            term.fill is None and may_hide_rows(term.node)
-        ):
-            raise Reason.EMPTY_ROWS.left_to_stock(
-                "a row may be fully masked, and INDUCTOR_FUSIONS_EMPTY_ROWS=stock",
-                "INDUCTOR_FUSIONS_EMPTY_ROWS=keep fuses, and keeps the values of such rows",
-            )
+    if hides:
+        raise Reason.EMPTY_ROWS.left_to_stock(
+            "a row may be fully masked, and INDUCTOR_FUSIONS_EMPTY_ROWS=stock",
+            "INDUCTOR_FUSIONS_EMPTY_ROWS=keep fuses, and keeps the values of such rows",
+        )
 
 
 def _is_shallow(term: Term, lowest: float) -> bool:

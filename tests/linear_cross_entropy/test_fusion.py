@@ -224,6 +224,30 @@ def test_label_out_of_bounds(label: int) -> None:
         testing.capture(Head(causal), h, labels.roll(1), backend=testing.EAGER_AFTER_PASSES)
 
 
+def gathered(logits: Any, labels: Any) -> Any:
+    return logits.log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
+
+
+def of_each_token(logits: Any, labels: Any) -> Any:
+    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+
+
+@pytest.mark.parametrize("label", [V, -1, -2])
+@pytest.mark.parametrize("loss", [gathered, of_each_token])
+def test_label_out_of_bounds_of_log_probabilities(loss: Function, label: int) -> None:
+    h, labels = operands()
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        testing.capture(Head(loss), h, labels.clamp(min=0).fill_(label), backend=testing.EAGER_AFTER_PASSES)
+
+
+@pytest.mark.parametrize("label", [-1, -V - 2, V, 2 * V + 3])
+def test_labels_of_take_along_dim_are_modulo_the_classes(label: int) -> None:
+    h, labels = operands()
+    labels[0, 2], labels[1, 5] = label, label
+    fn = lambda logits, labels: torch.take_along_dim(logits.log_softmax(-1), labels[..., None], -1)  # noqa: E731
+    check(Head(fn), (h, labels))
+
+
 def test_hidden_states_are_used_elsewhere() -> None:
     class Twice(Head):
         def forward(self, h: Any, labels: Any) -> Any:

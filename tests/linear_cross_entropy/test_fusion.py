@@ -202,6 +202,16 @@ def test_autocast() -> None:
     assert all(ours <= 1.5 * stock + 0.008 for ours, stock in run.errors.values()), run.errors
 
 
+def test_operands_of_different_dtypes() -> None:
+    """They raise as in eager mode, where autocast is off."""
+    h, w, labels = torch.randn(B, H), torch.randn(V, H, dtype=torch.float16), torch.randint(V, (B,))
+    with pytest.raises(RuntimeError, match="same dtype"):
+        testing.capture(
+            lambda h, w, labels: F.cross_entropy(F.linear(h, w), labels), h, w, labels,
+            backend=testing.EAGER_AFTER_PASSES,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_all_labels_are_ignored(reduction: str) -> None:
     """A mean over nothing is NaN, and its gradients are 0, as in stock."""

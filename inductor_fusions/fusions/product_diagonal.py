@@ -37,7 +37,8 @@ def dot_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def check(match: Match) -> None:
-    """A sum of integers has another dtype, and a product that is not square has more rows or columns.
+    """A sum of integers has another dtype, a product that is not square has more rows or columns, and one of
+    different dtypes raises.
 
     Raises:
         Rejected: one of these.
@@ -45,6 +46,8 @@ def check(match: Match) -> None:
     a, b = tensor(match.kwargs["a"]), tensor(match.kwargs["b"])
     if a is None or b is None or not a.is_floating_point():
         raise Reason.DTYPE.rejected("the product is not floating point")
+    if a.dtype != b.dtype:
+        raise Reason.MIXED_DTYPES.rejected("the operands have different dtypes")
     if not known_true(a.shape[-2] == b.shape[-1]):
         raise Reason.SHAPES.rejected("the product is not proved to be square")
 

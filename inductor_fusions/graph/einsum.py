@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from .._inductor import known_true
 from ..reasons import Reason
 from .torch_ops import Op, tensor
 
@@ -37,7 +38,8 @@ def equation(op: Op) -> Equation:
     """The equation of an einsum, a tensordot, or a linear without its bias.
 
     Raises:
-        Rejected: it is not a product of two tensors with one letter for each dim.
+        Rejected: it is not a product of two tensors with one letter for each dim, or it sums over a dim of
+            size 1 together with a larger one.
     """
     if op.name != "einsum":
         return _of_dims(op)
@@ -68,7 +70,21 @@ def equation(op: Op) -> Equation:
         raise Reason.SHAPES.rejected(f"einsum {equation!r} repeats an index in one operand")
     if [len(first), len(second)] != ranks:
         raise Reason.SHAPES.rejected("an operand of an einsum has another number of dims than letters")
-    return Equation(f"einsum {equation!r}", first, second, result, operands[0], operands[1])
+    return _checked(Equation(f"einsum {equation!r}", first, second, result, operands[0], operands[1]))
+
+
+def _checked(found: Equation) -> Equation:
+    """An equation that sums over no dim of size 1 together with a larger one.
+
+    Raises:
+        Rejected: it does, or may do so.
+    """
+    left, right = tensor(found.left), tensor(found.right)
+    assert left is not None and right is not None
+    for c in set(found.first) & set(found.second) - set(found.result):
+        if not known_true(left.shape[found.first.index(c)] == right.shape[found.second.index(c)]):
+            raise Reason.SHAPES.rejected(f"{found.text} broadcasts a dim that it sums over")
+    return found
 
 
 def _of_dims(op: Op) -> Equation:
@@ -90,4 +106,4 @@ def _of_dims(op: Op) -> Equation:
         second[theirs] = first[mine]
     summed = {first[d] for d in pairs[0]}
     result = "".join(c for c in (*first, *second) if c not in summed)
-    return Equation(op.name, "".join(first), "".join(second), result, left, right)
+    return _checked(Equation(op.name, "".join(first), "".join(second), result, left, right))

@@ -400,3 +400,14 @@ def test_rows_that_a_fill_and_an_added_mask_hide_together() -> None:
     unfused(trajectory(-1e4), inputs, "range")
     unfused(trajectory(-1e4), inputs, "range", train=False)
     check(trajectory(-1e9), inputs, train=False)
+
+
+def test_weights_by_a_logsumexp() -> None:
+    """In a row of fills the logsumexp is the fill: each weight is 1, and not their mean."""
+
+    def fn(q: Any, k: Any, v: Any, seen: Any) -> Any:
+        scores = (q @ k.mT * 0.3).masked_fill(~seen, -1e9)
+        return (scores - scores.logsumexp(-1, keepdim=True)).exp() @ v
+
+    unfused(fn, (*qkv(S, S, batch=B), causal(left_padding())), "empty-rows")
+    check(lambda q, k, v: fn(q, k, v, torch.ones(S, S, dtype=torch.bool).tril()), qkv(S, S))

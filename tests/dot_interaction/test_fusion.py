@@ -307,6 +307,7 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
         lambda x, t: (torch.einsum("bpd,pde->bpe", t[:, LI], matrices_of_pairs(x)) * (t + 1)[:, LJ]).sum(-1),
         None,
     ),
+    "pairs in rows": (lambda x, t: products(t)[:, [[1, 2], [2, 3]], [[0, 0], [1, 2]]], None),
     "a slice of samples": (lambda x, t: products(t)[1:, LI, LJ], None),
 }  # fmt: skip
 SQUARE = {"another transpose", "permuted"}
@@ -317,6 +318,13 @@ def test_left_alone(name: str) -> None:
     fn, reason = OTHERS[name]
     inputs = (rand(F, F), rand(F, F, F)) if name in SQUARE else operands()
     check(fn, inputs, fused=0, reason=reason)
+
+
+@pytest.mark.parametrize("factor", [0.0, float("inf")])
+def test_products_that_become_infinite(factor: float) -> None:
+    """All of their gradients are NaN, also those of products that are not selected."""
+    divided = lambda x, t: (products(t) / factor)[:, LI, LJ]  # noqa: E731
+    assert not testing.capture(divided, *operands(), backend=testing.EAGER_AFTER_PASSES).fused
 
 
 @pytest.mark.parametrize("rows", [lambda t: t.unbind(1), lambda t: [t[:, i] for i in range(F)]])

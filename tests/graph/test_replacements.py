@@ -74,6 +74,13 @@ def test_other_diagonals(fn: Any, reason: str | None) -> None:
     assert found == ([] if reason is None else [("rejected", reason)])
 
 
+def test_diagonal_of_different_dtypes() -> None:
+    """The product raises; fake tensors do not say so."""
+    graph = traced(lambda a, b: torch.diagonal(a @ b), torch.randn(6, 8), torch.randn(8, 6).half()).graph
+    (site,) = passes.apply(product_diagonal.FUSION, graph)
+    assert site.reason == "the operands have different dtypes"
+
+
 def test_diagonal_of_symbolic_size() -> None:
     torch._dynamo.reset()
     inductor_fusions.clear()

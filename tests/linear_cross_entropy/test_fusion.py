@@ -202,6 +202,16 @@ def test_autocast() -> None:
     assert all(ours <= 1.5 * stock + 0.008 for ours, stock in run.errors.values()), run.errors
 
 
+def test_operands_of_different_dtypes() -> None:
+    """They raise as in eager mode, where autocast is off."""
+    h, w, labels = torch.randn(B, H), torch.randn(V, H, dtype=torch.float16), torch.randint(V, (B,))
+    with pytest.raises(RuntimeError, match="same dtype"):
+        testing.capture(
+            lambda h, w, labels: F.cross_entropy(F.linear(h, w), labels), h, w, labels,
+            backend=testing.EAGER_AFTER_PASSES,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_all_labels_are_ignored(reduction: str) -> None:
     """A mean over nothing is NaN, and its gradients are 0, as in stock."""
@@ -222,6 +232,30 @@ def test_label_out_of_bounds(label: int) -> None:
     labels[0, 0] = label
     with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
         testing.capture(Head(causal), h, labels.roll(1), backend=testing.EAGER_AFTER_PASSES)
+
+
+def gathered(logits: Any, labels: Any) -> Any:
+    return logits.log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
+
+
+def of_each_token(logits: Any, labels: Any) -> Any:
+    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+
+
+@pytest.mark.parametrize("label", [V, -1, -2])
+@pytest.mark.parametrize("loss", [gathered, of_each_token])
+def test_label_out_of_bounds_of_log_probabilities(loss: Function, label: int) -> None:
+    h, labels = operands()
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        testing.capture(Head(loss), h, labels.clamp(min=0).fill_(label), backend=testing.EAGER_AFTER_PASSES)
+
+
+@pytest.mark.parametrize("label", [-1, -V - 2, V, 2 * V + 3])
+def test_labels_of_take_along_dim_are_modulo_the_classes(label: int) -> None:
+    h, labels = operands()
+    labels[0, 2], labels[1, 5] = label, label
+    fn = lambda logits, labels: torch.take_along_dim(logits.log_softmax(-1), labels[..., None], -1)  # noqa: E731
+    check(Head(fn), (h, labels))
 
 
 def test_hidden_states_are_used_elsewhere() -> None:
@@ -257,6 +291,17 @@ def test_products(product: str) -> None:
     shapes = (B * T, H), (H, V), (V,)
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     check(fn, (*inputs, torch.randint(V, (B * T,))))
+
+
+@pytest.mark.parametrize("h, w", [((B * T, 1), (V, H)), ((B * T, H), (V, 1))])
+def test_einsum_that_broadcasts_a_dim_that_it_sums_over(h: tuple[int, int], w: tuple[int, int]) -> None:
+    inputs = [torch.randn(shape, requires_grad=True) for shape in (h, w)]
+    check(
+        lambda h, w, labels: F.cross_entropy(torch.einsum("td,vd->tv", h, w), labels),
+        (*inputs, torch.randint(V, (B * T,))),
+        fused=0,
+        reason="loss",
+    )
 
 
 def returned(logits: Any, labels: Any) -> Any:

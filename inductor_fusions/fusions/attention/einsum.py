@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from ..._inductor import known_true
-from ...graph.einsum import Equation, equation
+from ...graph.einsum import equation
 from ...graph.torch_ops import Op, tensor
 from ...reasons import Reason
 from .arrangement import NOT_OVER_KEYS, OVER_ANOTHER_DIM, OWN_VALUES, Arrangement, Misplaced
@@ -28,7 +27,6 @@ def queries_and_keys(op: Op, at: Arrangement) -> tuple[Operand, Operand]:
         raise Misplaced(Reason.NO_PRODUCT(f"{found.text} is not a product of queries and keys"))
     if not _are_of(rows, found.first, found.second):
         raise Misplaced(NOT_OVER_KEYS)
-    _check_sizes(found, summed)
     return (
         _arranged(found.left, found.first, (lead, rows, summed)),
         _arranged(found.right, found.second, (lead, columns, summed)),
@@ -61,7 +59,6 @@ def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[An
         or set(found.result) != set(natural)
     ):
         raise Misplaced(Reason.NO_PRODUCT(f"{found.text} is not a product of weights and values"))
-    _check_sizes(found, columns)
     whole, held = tensor(weights), tensor(found.right)
     assert whole is not None and held is not None
     shape = [whole.shape[found.first.index(c)] for c in lead + rows]
@@ -73,15 +70,6 @@ def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[An
 def _are_of(letters: str, one: str, other: str) -> bool:
     """Whether letters are all in one operand, and none in the other."""
     return not set(letters) - set(one) and not set(letters) & set(other)
-
-
-def _check_sizes(found: Equation, letters: str) -> None:
-    """Refuse where a dim of size 1 is summed with a larger one."""
-    left, right = tensor(found.left), tensor(found.right)
-    assert left is not None and right is not None
-    for c in letters:
-        if not known_true(left.shape[found.first.index(c)] == right.shape[found.second.index(c)]):
-            raise Reason.SHAPES.rejected(f"{found.text} broadcasts a dim that it sums over")
 
 
 def _arranged(node: fx.Node, letters: str, groups: Groups) -> Operand:

@@ -43,32 +43,41 @@ def empty_rows(build: Builder, problem: Problem, memo: MaskMemo, structure: Stru
     return memo.once(make, "empty", structure.visible, shape)
 
 
-def check_empty_rows(problem: Problem) -> None:
+def check_empty_rows(problem: Problem, by_logsumexp: bool = False) -> None:
     """Leave a site in training to stock if the user wants all gradients of fully masked rows as in stock.
+
+    Args:
+        by_logsumexp: whether the weights are exp(s - logsumexp(s)).
 
     Raises:
         LeftToStock: under INDUCTOR_FUSIONS_EMPTY_ROWS=stock, where such rows cannot be ruled out.
         Rejected: a mask that may hold low numbers is subtracted, so that the raised keys absorb the other
-            scores and the gradient into k is lost; or a bias is added to a row of fills, or scores are
-            clamped, and the number is not low enough to absorb them (number + score rounds to number).
+            scores and the gradient into k is lost; or the logsumexp of a row of fills is the fill; or a bias
+            is added to a row of fills, or scores are clamped, and the number is not low enough to absorb
+            them (number + score rounds to number).
     """
+    terms = [term for term, _ in problem.terms]
+    hides = any(may_hide_rows(t.node) if t.fill is None else math.isfinite(t.fill) for t in terms)
     if config.empty_rows != "ignore" and not (problem.structure and problem.structure.never_empty):
+        if by_logsumexp and hides:
+            raise Reason.EMPTY_ROWS.rejected(
+                "the weights of a fully masked row are 1, exp of a large number minus itself", "torch.softmax"
+            )
         lowest = torch.finfo(torch.float16).min if problem.dtype == torch.float16 else EMPTY_BELOW
-        for term, _ in problem.terms:
+        for term in terms:
             if term.floor is not None and term.floor > lowest:
                 raise Reason.RANGE.rejected(
                     f"scores are clamped to {term.floor:g}, which is too large: a fully masked row would "
                     "not be uniform"
                 )
         shallow = False  # whether scores are filled with a number that does not absorb a bias
-        for term, _ in problem.terms:
+        for term in terms:
             if term.fill is not None:
                 shallow |= math.isfinite(term.fill) and term.fill > EMPTY_BELOW
             elif shallow and not may_hide_rows(term.node):
                 raise Reason.RANGE.rejected(
                     "a bias is added to masked scores, and their fill value is too small to cancel it"
                 )
-        terms = [term for term, _ in problem.terms]
         fills = [t.fill for t in terms if t.fill is not None and math.isfinite(t.fill)]
         if any(f > lowest for f in fills) and any(t.fill is None and _is_shallow(t, lowest) for t in terms):
             raise Reason.RANGE.rejected(
@@ -78,21 +87,18 @@ def check_empty_rows(problem: Problem) -> None:
                 ),
                 "fill with torch.finfo(dtype).min",
             )
-    subtracted = [t.node for t, _ in problem.terms if t.fill is None and t.factor < 0 and t.depth is None]
+    subtracted = [t.node for t in terms if t.fill is None and t.factor < 0 and t.depth is None]
     if problem.train and any(problem.overwritten(node) or may_be_low(node) for node in subtracted):
         raise Reason.RANGE.rejected(
             "a mask that may hold low numbers is subtracted from the scores, which raises keys"
         )
     if config.empty_rows != "stock" or not problem.train or problem.zeros is not None:
         return
-    for term, _ in problem.terms:
-        if (term.fill is not None and math.isfinite(term.fill)) or (
-            term.fill is None and may_hide_rows(term.node)
-        ):
-            raise Reason.EMPTY_ROWS.left_to_stock(
-                "a row may be fully masked, and INDUCTOR_FUSIONS_EMPTY_ROWS=stock",
-                "INDUCTOR_FUSIONS_EMPTY_ROWS=keep fuses, and keeps the values of such rows",
-            )
+    if hides:
+        raise Reason.EMPTY_ROWS.left_to_stock(
+            "a row may be fully masked, and INDUCTOR_FUSIONS_EMPTY_ROWS=stock",
+            "INDUCTOR_FUSIONS_EMPTY_ROWS=keep fuses, and keeps the values of such rows",
+        )
 
 
 def _is_shallow(term: Term, lowest: float) -> bool:

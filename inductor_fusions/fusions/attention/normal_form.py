@@ -155,6 +155,7 @@ class Attention:
         zeroed: a fill of the weights with 0, after the softmax.
         keeps_nan: whether that is a product with 0, which is NaN where a row sees no key.
         drops_nan: whether weights that are NaN are set to 0.
+        by_logsumexp: whether the weights are exp(s - logsumexp(s)), which are 1 in rows of a large number.
         renormalised: whether the weights are divided by their sum after that: 1, or 0 and a small number.
         behind: as `scalers`, of the weights.
         lead: leading dims of the product; `softmax_lead` those at the softmax.
@@ -178,6 +179,7 @@ class Attention:
     zeroed: Term | None = None
     keeps_nan: bool = False
     drops_nan: bool = False
+    by_logsumexp: bool = False
     renormalised: bool = False
     behind: list[tuple[str, Any, tuple[Any, ...]]] = field(default_factory=list)
     dropout: float = 0.0

@@ -186,6 +186,7 @@ def _read(
     site = upwards.walk(written.scores, written.reader, Below(at, written.factor))
     written.check(upwards.maxima)
     site = replace(site, softmax=softmax, softmax_lead=at.sizes(weights.shape), readers=upwards.readers)
+    site.by_logsumexp = written.by_logsumexp
     if merged:
         _take_apart(site)
         if written.sink is not None:

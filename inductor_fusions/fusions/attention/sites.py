@@ -98,7 +98,7 @@ class HandWritten(Candidate):
                 self._check_dtypes(site)
             problem.transformed = state.within(*REVERSE)
             problem.autocast = dict(state.autocast).get(problem.q.value.device.type) is not None
-            check_empty_rows(problem)
+            check_empty_rows(problem, site.by_logsumexp)
             self.choice = kernels.choose(problem)
         check_sizes(problem)  # what held above becomes guards
         for partner in site.partners:

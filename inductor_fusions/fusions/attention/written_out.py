@@ -6,7 +6,8 @@
     exp(s - s.logsumexp(-1, keepdim=True)),  exp(log_softmax(s, -1))
     e / (e.sum(-1, keepdim=True) + exp(-m)) with the m that is subtracted: a sink of 0 ("softmax one")
 
-All of them are what a softmax computes, in the same range. Exponentials of scores whose largest is not
+All of them are what a softmax computes, in the same range; but in a row that is filled with a large number,
+the logsumexp is that number, and each weight 1. Exponentials of scores whose largest is not
 subtracted overflow where it does not; whatever is done to exponentials or to their sum makes other weights.
 """
 
@@ -50,6 +51,7 @@ class Softmax:
         maximum: what the scores have had subtracted, which has to be the largest of each row; or None.
         factor: what the scores are multiplied by.
         sink: a score that takes weight and has no value; or None.
+        by_logsumexp: whether the logsumexp is subtracted from the scores, each of them rounded.
         division: what divides the product with the values by the sum of the exponentials; the weights are
             these then.
     """
@@ -63,6 +65,7 @@ class Softmax:
     factor: float = 1.0
     division: fx.Node | None = None
     sink: float | None = None
+    by_logsumexp: bool = False
 
     def check(self, row_maxima: set[fx.Node]) -> None:
         """Refuse exponentials of scores of which something else than one of these nodes is subtracted."""
@@ -117,7 +120,8 @@ def _of_logarithms(weights: fx.Node) -> Softmax | None:
         return None
     _check_only_reader(source.node, weights)
     _check_only_reader(total.node, source.node)
-    return Softmax(weights, source.input, source.node, _dim_of(total), (source.node, total.node))
+    nodes = source.node, total.node
+    return Softmax(weights, source.input, source.node, _dim_of(total), nodes, by_logsumexp=True)
 
 
 def _check_only_reader(node: fx.Node, reader: fx.Node) -> None:

@@ -24,7 +24,7 @@ from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.dims import WHOLE, Selection, is_over_last, permuted_by, selection
 from ...graph.einsum import equation
-from ...graph.torch_ops import Op, read
+from ...graph.torch_ops import Op, concrete, read, scaled_by
 from ...operands import tensor
 
 _TRIANGLES = {torch.tril_indices: False, torch.triu_indices: True}
@@ -104,7 +104,7 @@ def _scaled(node: Any) -> tuple[Any, tuple[tuple[str, float], ...], tuple[fx.Nod
     if op.name == "mul" and isinstance(first, (int, float)):
         first, second = second, first
     before, after = tensor(first), tensor(node)
-    if type(second) not in (int, float) or before is None or after is None or before.dtype != after.dtype:
+    if scaled_by(op) is None or before is None or after is None or before.dtype != after.dtype:
         return node, (), ()
     inner, scales, nodes = _scaled(first)
     return inner, (*scales, (op.name, second)), (*nodes, node)
@@ -213,10 +213,11 @@ def is_row(taken: Selection, keeps_dim: bool) -> bool:
 
 
 def _is_index(index: Any) -> bool:
-    """A list, or a vector of integers."""
+    """A list of numbers, or a vector of integers."""
     found = tensor(index)
     if found is None:
-        return isinstance(index, (list, tuple))
+        numbers = concrete(index) if isinstance(index, (list, tuple)) else (None,)
+        return all(type(number) in (int, torch.SymInt) for number in numbers)
     return found.dim() == 1 and found.dtype in (torch.int64, torch.int32)  # others are masks
 
 

@@ -119,8 +119,8 @@ class LossHead(Candidate):
             raise Reason.SYMBOLIC.rejected("the number of classes or the width of the linear is symbolic")
         if not known_true(logits.shape[-1] > 0):
             raise Reason.EMPTY.rejected("the number of classes is 0, or may be")
-        mixed = any(value.dtype != logits.dtype for value in values[:2] if value is not None)
-        if mixed and not dict(modes.at(site.linear).autocast) and not _autocasts(logits.device.type):
+        mixed = len({value.dtype for value in values[:2] if value is not None}) > 1
+        if mixed and dict(modes.at(site.linear).autocast).get(logits.device.type) is None:
             raise Reason.MIXED_DTYPES.rejected("the operands have different dtypes")
         if site.smoothing and not self.in_one_pass and site.reduction == "none" and site.weights is not None:
             raise Reason.LOSS.rejected(
@@ -255,10 +255,6 @@ def _behind_a_cast(reader: fx.Node) -> fx.Node:
     op = read(reader)
     users = list(reader.users)
     return users[0] if op is not None and op.name in CASTS and [u.op for u in users] == ["output"] else reader
-
-
-def _autocasts(device: str) -> bool:
-    return torch.is_autocast_enabled(device)
 
 
 FUSION = Fusion(

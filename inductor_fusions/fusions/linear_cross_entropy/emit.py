@@ -52,15 +52,17 @@ def rows(site: Site) -> fx.Node:
     build = Builder(site.loss)
     h, w, bias = _operands(build, site)
     labels = _labels(build, site)
-    if site.wraps:  # what is negative after that is out of bounds
-        classes = build.value(w).shape[0]
+    classes = build.value(w).shape[0]
+    if site.wraps == "all":
+        labels = build.call(torch.remainder, labels, classes)
+    elif site.wraps:
         labels = build.call(
             torch.where, build.call(torch.lt, labels, 0), build.call(torch.add, labels, classes), labels
         )
-        labels = build.call(torch.where, build.call(torch.lt, labels, 0), classes, labels)
-    there = None
-    if not site.gathers:
-        there = build.call(torch.ne, labels, site.ignore_index)
+    there = None if site.gathers else build.call(torch.ne, labels, site.ignore_index)
+    # A negative label is out of bounds now; -1 says that a row is left out.
+    labels = build.call(torch.where, build.call(torch.lt, labels, 0), classes, labels)
+    if there is not None:
         labels = build.call(torch.where, there, labels, -1)
     smooth = site.smoothing != 0
     picked, lse, total = build.parts(
@@ -72,7 +74,7 @@ def rows(site: Site) -> fx.Node:
         return _as_before(build, build.call(torch.sub, first, second), site)
     found = build.call(torch.sub, lse, picked)
     own = there
-    whole: Any = build.value(w).shape[0]
+    whole: Any = classes
     if site.weights is not None:
         known = build.call(torch.clamp, labels, min=0)
         own = build.call(torch.mul, build.call("__getitem__", site.weights, known), there)
@@ -80,7 +82,7 @@ def rows(site: Site) -> fx.Node:
         whole = build.call(torch.sum, site.weights)
     if smooth:
         even = build.call(torch.sub, build.call(torch.mul, lse, whole), total)
-        even = build.call(torch.mul, even, site.smoothing / int(build.value(w).shape[0]))
+        even = build.call(torch.mul, even, site.smoothing / int(classes))
         found = build.call(torch.add, build.call(torch.mul, found, 1 - site.smoothing), even)
     # Where all logits of a row that is left out are infinite, its loss is 0 in stock as well.
     found = build.call(torch.where, there, found, 0.0)

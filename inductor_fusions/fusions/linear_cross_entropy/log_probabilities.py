@@ -35,7 +35,8 @@ class Picked:
         of_softmax: whether it is the log_softmax.
         labels: which column of each row, in the order of the rows.
         path: the nodes behind the matrix, without the result.
-        wraps: whether a negative label counts from the last class.
+        wraps: which labels count from the last class: "" none; "negative" those of -V and more, as in an
+            index; "all" those that are none of the classes, modulo V, as in `take_along_dim`.
         negates: whether the value is the negative of the log-probability.
     """
 
@@ -43,7 +44,7 @@ class Picked:
     of_softmax: bool
     labels: fx.Node
     path: tuple[fx.Node, ...]
-    wraps: bool = False
+    wraps: str = ""
     negates: bool = False
 
 
@@ -85,7 +86,7 @@ def _gathered(op: Op) -> Picked | None:
         return None
     if not same_shape(labels.shape[:-1], value.shape[:-1]):  # some rows alone are gathered from
         return None
-    return Picked(source, True, index, ())
+    return Picked(source, True, index, (), wraps="all" if op.name == "take_along_dim" else "")
 
 
 def _indexed(op: Op) -> Picked | None:
@@ -100,7 +101,7 @@ def _indexed(op: Op) -> Picked | None:
     starts_at_0 = len(by.rest) == 1 or (len(by.rest) == 2 and by.rest[0] == 0)
     if not starts_at_0 or not same_shape((*count.shape, *held.shape), value.shape[:1] * 2):
         return None
-    return Picked(op.input, True, labels, (), wraps=True)
+    return Picked(op.input, True, labels, (), wraps="negative")
 
 
 def _difference(op: Op) -> Picked | None:

@@ -52,7 +52,7 @@ class Site(Logits):
         labels: what stands at each row.
         weights: of the classes, or None.
         gathers: whether the loss is log-probabilities.
-        wraps: whether a negative label counts from the last class, as in an index.
+        wraps: which labels count from the last class, as in `log_probabilities.Picked`.
         negates: whether the loss is the negative of log-probabilities.
     """
 
@@ -63,7 +63,7 @@ class Site(Logits):
     ignore_index: int = -1
     smoothing: float = 0.0
     reduction: str = "none"
-    wraps: bool = False
+    wraps: str = ""
     negates: bool = False
 
 

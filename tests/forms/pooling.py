@@ -1,0 +1,103 @@
+"""Weights that multiply elements instead of values, and products of pairs that no softmax normalises."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .form import Form, collector
+
+POOLING: dict[str, Form] = {}
+form = collector(POOLING)
+QKV = ((2, 4, 9, 8),) * 3
+
+
+@form((3, 5, 7, 8), (3, 5, 8), (3, 5, 7, 8), fused=0, reasons=("no-product",))
+def views_of_a_ray(k: Any, q: Any, v: Any) -> Any:
+    """Each channel has weights of its own, which are made of differences."""
+    return (torch.softmax(k - q[:, :, None], dim=-2) * v).sum(dim=-2)
+
+
+@form((6, 5, 2, 8), (8, 8), fused=0, reasons=("multiplied elementwise",))
+def pooled_pairs_of_positions(x: Any, w: Any) -> Any:
+    """Genomes: as many weights as elements."""
+    return (x * torch.einsum("bnpd,de->bnpe", x, w).softmax(dim=-2)).sum(dim=-2)
+
+
+@form((4, 9, 8), (8, 8), fused=0, reasons=("weights",))
+def statistics_of_speakers(x: Any, w: Any) -> Any:
+    """Mean and deviation under the same weights; no difference of two attentions."""
+    weights = torch.softmax(torch.tanh(x) @ w, dim=1)
+    mean = (weights * x).sum(dim=1)
+    return torch.cat([mean, ((weights * x**2).sum(dim=1) - mean**2).clamp(min=1e-9).sqrt()], 1)
+
+
+@form((2, 8, 6, 6), fused=0, reasons=("no-product",))
+def expected_disparity(cost: Any) -> Any:
+    return (cost.softmax(1) * torch.arange(8.0).view(1, 8, 1, 1).to(cost.dtype).expand_as(cost)).sum(1)
+
+
+@form((4, 9), (4, 9), fused=0, reasons=())
+def entropy_of_a_router(logits: Any, other: Any) -> Any:
+    """A loss is no pooling."""
+    p = logits.softmax(-1)
+    return -(p * torch.log(p + 1e-6)).sum(-1) + (p * F.log_softmax(other, -1)).sum(-1)
+
+
+@form((4, 9), fused=0, reasons=())
+def gate_of_the_chosen_expert(logits: Any) -> Any:
+    """Nor is the choice of one weight."""
+    return (logits.softmax(-1) * F.one_hot(logits.argmax(-1), 9)).sum(-1)
+
+
+@form(*QKV, fused=0, reasons=("sigmoid, and no softmax",))
+def sigmoid_of_masked_scores(q: Any, k: Any, v: Any) -> Any:
+    scores = q @ k.mT * 8**-0.5 - math.log(9)
+    return torch.sigmoid(scores).masked_fill(torch.ones(9, 9).triu(1).bool(), 0) @ v
+
+
+@form((2, 9, 8), (2, 9, 8), fused=0, reasons=("pow, and no softmax",))
+def gated_attention_unit(q: Any, v: Any) -> Any:
+    return (F.relu(torch.bmm(q, q.transpose(1, 2)) / 9) ** 2).tril() @ v
+
+
+@form(*QKV, fused=0, reasons=("mul, and no softmax",))
+def retention(q: Any, k: Any, v: Any) -> Any:
+    """Decays, and a sum of absolute values that takes no gradient."""
+    distance = torch.arange(9)[:, None] - torch.arange(9)
+    scores = (q @ k.mT) * (0.9**distance).tril().to(q.dtype)
+    return (scores / scores.detach().abs().sum(-1, keepdim=True).clamp(min=1)) @ v
+
+
+@form((2, 9, 4, 8), (2, 9, 4, 8), fused=0, reasons=("silu, and no softmax",))
+def recommender_by_silu(q: Any, v: Any) -> Any:
+    weights = F.silu(torch.einsum("bihd,bjhd->bhij", q, q)) / 9
+    return torch.einsum("bhij,bjhd->bihd", weights, v)
+
+
+@form(*QKV, fused=0, reasons=("exp, and no softmax",))
+def sticks_that_are_broken(q: Any, k: Any, v: Any) -> Any:
+    scores, seen = q @ k.mT * 8**-0.5, torch.ones(9, 9).tril(-1).bool()
+    rest = F.logsigmoid(-scores).masked_fill(~seen, 0)
+    after = rest.flip(-1).cumsum(-1).flip(-1) - rest
+    return (F.logsigmoid(scores).masked_fill(~seen, -1e5) + after).exp() @ v
+
+
+@form(*QKV, fused=0, reasons=())
+def linear_attention(q: Any, k: Any, v: Any) -> Any:
+    """Functions of queries and keys, and none of their products."""
+    return (F.elu(q) + 1) @ ((F.elu(k) + 1).mT @ v)
+
+
+@form((3, 4, 8), (3, 8, 16), (3, 16, 8), fused=0, reasons=())
+def experts(x: Any, w: Any, v: Any) -> Any:
+    """Linears of each sample are no pairs."""
+    return torch.bmm(F.relu(torch.bmm(x, w)), v)
+
+
+@form((3, 4, 8), (3, 16, 8), (3, 8, 16), fused=0, reasons=())
+def experts_turned(x: Any, w: Any, v: Any) -> Any:
+    return torch.bmm(F.relu(torch.bmm(x, w.mT)), v.mT)

@@ -12,6 +12,7 @@ from tests.forms.adapters import ADAPTERS
 from tests.forms.gates import GATES
 from tests.forms.linear_form import LinearForm
 from tests.forms.losses import LOSSES
+from tests.forms.other_adapters import OTHER_ADAPTERS
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,7 @@ def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "check_device", lambda value: None)
 
 
-FORMS: dict[str, LinearForm] = {**ADAPTERS, **GATES, **LOSSES}
+FORMS: dict[str, LinearForm] = {**ADAPTERS, **OTHER_ADAPTERS, **GATES, **LOSSES}
 
 
 @pytest.mark.parametrize("form", list(FORMS.values()), ids=list(FORMS))

@@ -13,6 +13,7 @@ from tests.forms.gates import GATES
 from tests.forms.linear_form import LinearForm
 from tests.forms.losses import LOSSES
 from tests.forms.other_adapters import OTHER_ADAPTERS
+from tests.forms.probabilities import PROBABILITIES
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,7 @@ def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "check_device", lambda value: None)
 
 
-FORMS: dict[str, LinearForm] = {**ADAPTERS, **OTHER_ADAPTERS, **GATES, **LOSSES}
+FORMS: dict[str, LinearForm] = {**ADAPTERS, **OTHER_ADAPTERS, **GATES, **LOSSES, **PROBABILITIES}
 
 
 @pytest.mark.parametrize("form", list(FORMS.values()), ids=list(FORMS))

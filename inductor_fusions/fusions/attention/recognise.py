@@ -121,7 +121,9 @@ def _is_weighted(op: torch_ops.Op, start: fx.Node) -> bool:
     for side in (product.input, product["other"]):
         for _ in range(4):
             by, held = read(side), tensor(side)
-            if held is None or not held.is_floating_point() or (by is not None and by.name in _LOGARITHMS):
+            if held is None or not held.is_floating_point() or side is softmax.input:
+                return False
+            if by is not None and by.name in _LOGARITHMS:
                 return False
             if by is None or by.name not in CASTS | {"add", "sub", "mul", "div"}:
                 break

@@ -101,3 +101,20 @@ def experts(x: Any, w: Any, v: Any) -> Any:
 @form((3, 4, 8), (3, 16, 8), (3, 8, 16), fused=0, reasons=())
 def experts_turned(x: Any, w: Any, v: Any) -> Any:
     return torch.bmm(F.relu(torch.bmm(x, w.mT)), v.mT)
+
+
+@form(*QKV, fused=0, reasons=("add is between the exponentials",))
+def two_chunks_of_keys(q: Any, k: Any, v: Any) -> Any:
+    """As online softmax is taught: one maximum and one sum of both."""
+    scores = [q @ keys.mT for keys in (k[:, :, :5], k[:, :, 5:])]
+    largest = torch.maximum(*(s.amax(-1, keepdim=True) for s in scores))
+    first, second = ((s - largest).exp() for s in scores)
+    total = first.sum(-1, keepdim=True) + second.sum(-1, keepdim=True)
+    return (first @ v[:, :, :5] + second @ v[:, :, 5:]) / total
+
+
+@form((10, 8), (8, 3), (10, 3, 8), fused=0, reasons=("topk is between",))
+def router_of_the_largest(x: Any, w: Any, experts: Any) -> Any:
+    scores, chosen = (x @ w).topk(2, dim=-1)
+    gates = torch.zeros(10, 3, dtype=x.dtype).scatter(1, chosen, scores.softmax(-1))
+    return torch.einsum("te,teo->to", gates, experts)

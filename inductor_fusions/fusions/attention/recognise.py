@@ -76,8 +76,7 @@ def reaches_product(
         outside: what holds a result of a region in the graph that runs it.
     """
     made = read(start)
-    behind = read(made.input) if made is not None and made.name not in SOFTMAXES else None
-    if behind is not None and behind.name in PRODUCTS:
+    if made is not None and made.name not in SOFTMAXES and _is_of_products(made.input):
         return True
     frontier, seen = [start], {start}
     while frontier and len(seen) < limit:
@@ -97,6 +96,14 @@ def reaches_product(
                 seen.add(user)
                 frontier.append(user)
     return False
+
+
+def _is_of_products(node: object) -> bool:
+    """Whether a node is a product, or a sum with one, such as that of several chunks of keys."""
+    op = read(node)
+    if op is not None and op.name == "add":
+        return any(map(_is_of_products, (op.input, op["other"])))
+    return op is not None and op.name in PRODUCTS
 
 
 def _is_wider(node: fx.Node, weights: fx.Node) -> bool:

@@ -41,3 +41,10 @@ def repeated_elements(x: Any, w: Any, m: Any) -> Any:
 def adapters_of_each_token(x: Any, w: Any, a: Any, b: Any, which: Any) -> Any:
     """Tokens name their adapters, whose matrices stand on the left."""
     return F.linear(x, w) + torch.bmm(b[which], torch.bmm(a[which], x[:, :, None])).squeeze(-1)
+
+
+@form(X, "frozen 8x64", "frozen 128x8", "frozen 8x64", "frozen 128x8", left=(1, 1),
+      reasons=("multiplied by a tensor, and no base", "only to another adapter"))  # fmt: skip
+def gate_of_low_rank(x: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Both linears of a gate are two products of low rank."""
+    return torch.tanh(F.linear(F.linear(x, a), b)) * F.linear(F.linear(x, c), d)

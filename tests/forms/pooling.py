@@ -118,3 +118,15 @@ def router_of_the_largest(x: Any, w: Any, experts: Any) -> Any:
     scores, chosen = (x @ w).topk(2, dim=-1)
     gates = torch.zeros(10, 3, dtype=x.dtype).scatter(1, chosen, scores.softmax(-1))
     return torch.einsum("te,teo->to", gates, experts)
+
+
+@form((2, 48, 10), fused=0, reasons=("no-product",))
+def boxes_of_a_detector(x: Any) -> Any:
+    """The expected distance to each side, by a convolution of size 1."""
+    distances = torch.arange(12.0, dtype=x.dtype).view(1, 12, 1, 1)
+    return F.conv2d(x.view(2, 4, 12, 10).transpose(2, 1).softmax(1), distances).view(2, 4, 10)
+
+
+@form((2, 8, 6, 6), (3, 8, 3, 3), fused=0, reasons=())
+def classes_in_front_of_a_convolution(x: Any, w: Any) -> Any:
+    return F.conv2d(x.softmax(1), w)

@@ -88,7 +88,7 @@ def reaches_product(
                 seen.update(frontier)
             if op is None or user in seen:
                 continue
-            if op.name in PRODUCTS | ADDING:
+            if op.name in PRODUCTS | ADDING or _mixes_channels(op, start):
                 return True
             if op.name == "sum" and (_is_wider(node, start) or _is_weighted(op, start)):
                 return True
@@ -136,6 +136,14 @@ def _is_weighted(op: torch_ops.Op, start: fx.Node) -> bool:
                 break
             side = by.input
     return reduced(softmax)[0] == reduced(op)[0]
+
+
+def _mixes_channels(op: torch_ops.Op, start: fx.Node) -> bool:
+    """Whether a convolution of size 1 sums over the dim of a softmax over channels, as detectors have it."""
+    softmax, kernel = read(start), tensor(op.rest[1]) if len(op.rest) > 1 else None
+    if softmax is None or softmax.name not in SOFTMAXES or kernel is None or not op.name.startswith("conv"):
+        return False
+    return reduced(softmax)[0] == (1,) and all(known_true(size == 1) for size in kernel.shape[2:])
 
 
 def _keeps_shape(node: fx.Node, user: fx.Node) -> bool:

@@ -130,3 +130,18 @@ def boxes_of_a_detector(x: Any) -> Any:
 @form((2, 8, 6, 6), (3, 8, 3, 3), fused=0, reasons=())
 def classes_in_front_of_a_convolution(x: Any, w: Any) -> Any:
     return F.conv2d(x.softmax(1), w)
+
+
+@form((3, 2, 9, 8), (3,), fused=0, reasons=("only one dim",))
+def mixed_layers(states: Any, w: Any) -> Any:
+    """Speech features: one weight for each layer."""
+    return (w.softmax(0).view(-1, 1, 1, 1) * states).sum(0)
+
+
+@form((5, 8), (8, 12), (8, 12), (144, 8), fused=0, reasons=("topk is between",))
+def keys_of_two_halves(q: Any, first: Any, second: Any, values: Any) -> Any:
+    """A memory of products of keys, whose values are a bag of embeddings."""
+    (s1, i1), (s2, i2) = ((q @ k).topk(4, -1) for k in (first, second))
+    scores, chosen = (s1[:, :, None] + s2[:, None]).flatten(1).topk(4, -1)
+    rows = (i1[:, :, None] * 12 + i2[:, None]).flatten(1).gather(1, chosen)
+    return F.embedding_bag(rows, values, per_sample_weights=scores.softmax(-1), mode="sum")

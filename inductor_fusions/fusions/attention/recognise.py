@@ -88,7 +88,7 @@ def reaches_product(
                 seen.update(frontier)
             if op is None or user in seen:
                 continue
-            if op.name in PRODUCTS | ADDING or _mixes_channels(op, start):
+            if op.name in PRODUCTS | ADDING | {"embedding_bag"} or _mixes_channels(op, start):
                 return True
             if op.name == "sum" and (_is_wider(node, start) or _is_weighted(op, start)):
                 return True
@@ -109,7 +109,7 @@ def _is_of_products(node: object) -> bool:
 def _is_wider(node: fx.Node, weights: fx.Node) -> bool:
     """Whether a node has more elements than weights: they were multiplied with values, element by element."""
     made, before = tensor(node), tensor(weights)
-    if made is None or before is None or before.dim() < 2:
+    if made is None or before is None:
         return False
     return made.dim() > before.dim() or not known_true(product(made.shape) <= product(before.shape))
 

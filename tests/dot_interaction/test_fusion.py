@@ -298,11 +298,11 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "all products": (lambda x, t: torch.bmm(t, t.transpose(1, 2)).flatten(1) + x[:, :1], "all products"),
     "all products, weighed": (lambda x, t: (products(t) * x.sum(0)[:F]).sum((1, 2)), "times a factor"),
     "other cells of each sample": (
-        lambda x, t: products(t).flatten(1).gather(1, (x > 0).long() + 2), "indices of each sample"
+        lambda x, t: products(t).flatten(1).gather(1, (x > 0).long() + 2), "a matrix of indices"
     ),
     "columns by columns of an index": (
         lambda x, t: products(t).flatten(1).gather(1, cells()[:SAMPLES, None].expand(-1, 4)),
-        "indices of each sample",
+        "a matrix of indices",
     ),
     "rows of two": (
         lambda x, t: torch.cat([products(t + k)[:, k, :k] for k in (1, 2, 3)], 1), None

@@ -43,7 +43,7 @@ _BETWEEN = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
     "conv1d", "conv2d", "conv3d", "cat", "stack", "pad", "scatter",
 }  # fmt: skip
 
-_LOGARITHMS = frozenset("log log2 log1p log_softmax logsigmoid".split())
+_LOGARITHMS = frozenset("log log2 log1p log_softmax log_sigmoid".split())
 
 #: What may stand between scores that two softmaxes read and either of them.
 _OF_SCORES = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {

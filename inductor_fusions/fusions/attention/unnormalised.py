@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
 
 from ..._inductor import known_true
 from ...fusion import Candidate, Rejected, Reported
-from ...graph.dims import permutation
+from ...graph.dims import is_transposed
 from ...graph.einsum import equation
 from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, TRANSPOSES, VIEWS, Op, read, tensor
 from ...operands import text
@@ -50,7 +48,7 @@ def without_softmax(node: fx.Node) -> Candidate | None:
         return None
     for weights, values in (sides, sides[::-1]):
         name = _function(weights) if isinstance(weights, fx.Node) else ""
-        if name and not _is_turned(values):
+        if name and not is_transposed(values):
             why = Reason.IN_BETWEEN.rejected(
                 f"{name}, and no softmax, is between the product of q and k and the product with v",
                 "nothing: fused kernels compute the softmax of the scores",
@@ -104,11 +102,4 @@ def _is_of_pairs(op: Op) -> bool:
         )
     left, right = (op["batch1"], op["batch2"]) if op.name == "baddbmm" else (op.input, op["other"])
     ranks = [value.dim() for value in map(tensor, (left, right)) if value is not None]
-    return len(ranks) == 2 and min(ranks) > 2 and _is_turned(left) != _is_turned(right)
-
-
-def _is_turned(node: Any) -> bool:
-    """Whether a node is a matrix, or a batch of them, that is transposed."""
-    op = read(node)
-    dims = None if op is None else permutation(op)
-    return dims is not None and len(dims) > 1 and dims[-1] == len(dims) - 2
+    return len(ranks) == 2 and min(ranks) > 2 and is_transposed(left) != is_transposed(right)

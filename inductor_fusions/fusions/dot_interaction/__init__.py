@@ -186,5 +186,5 @@ def read_flattened(scope: DynamoScope, match: Match) -> Candidate | None:
     if not recognise.is_flattened(node) or any(map(recognise.site, node.users)):
         return None
     gathers = [by for user in node.users if (by := torch_ops.read(user)) is not None and by.name == "gather"]
-    each = "pairs are gathered by indices of each sample"
-    return _other_pairs(node, each if gathers else "all products are read, those of both triangles")
+    by_matrix = "pairs are gathered by a matrix of indices"
+    return _other_pairs(node, by_matrix if gathers else "all products are read, those of both triangles")

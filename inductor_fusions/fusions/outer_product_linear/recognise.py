@@ -18,7 +18,7 @@ from torch import fx
 from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
-from ...graph.dims import permutation, selection
+from ...graph.dims import is_transposed, selection
 from ...graph.einsum import equation
 from ...graph.torch_ops import CASTS, TRANSPOSES, VIEWS, Op, linear_of, read
 from ...operands import same_shape, tensor
@@ -103,13 +103,13 @@ def _is_bilinear(op: Op) -> bool:
     Two linears have transposed weights both, or neither; where w is narrow, it may be an adapter.
     """
     inner = read(op.input)
-    if inner is None or inner.name != "matmul" or not _is_transposed(op["other"]):
+    if inner is None or inner.name != "matmul" or not is_transposed(op["other"]):
         return False
     w = tensor(inner["other"])
     if (
         w is None
         or w.dim() != 2
-        or _is_transposed(inner["other"])
+        or is_transposed(inner["other"])
         or not known_true(2 * w.shape[1] > w.shape[0])
     ):
         return False
@@ -122,13 +122,6 @@ def _is_bilinear(op: Op) -> bool:
             if by is not None and by.name in _SCORES and len(waiting) < 16:
                 waiting.append(user)
     return True
-
-
-def _is_transposed(node: Any) -> bool:
-    """Whether the last two dims of a node are swapped."""
-    op = read(node)
-    dims = None if op is None else permutation(op)
-    return dims is not None and len(dims) > 1 and dims[-1] == len(dims) - 2
 
 
 def _of_three(op: Op) -> str:

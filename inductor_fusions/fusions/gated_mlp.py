@@ -75,7 +75,7 @@ def _read(expression: Any) -> tuple[str, Linear, Linear] | None:
             if same(mul(activation(name, gate), up), expression):
                 gate_product, up_product = product(gate) or columns(gate), product(up) or columns(up)
                 # Linears of different inputs are multiplied for many reasons.
-                if not name and identity(_input(gate)) != identity(_input(up)):
+                if not name and not _share_input(gate, up):
                     continue
                 if gate_product is not None and up_product is not None and gate_product != up_product:
                     return name, gate_product, up_product
@@ -101,7 +101,7 @@ def _among_others(root: fx.Node, expressions: Expressions) -> tuple[str, Linear,
             if gate is up or [expression for _, expression in plain] != [up]:
                 continue
             read = _read(mul(whole, up))
-            if read is not None and read[0] and identity(_input(gate)) == identity(_input(up)):
+            if read is not None and read[0] and _share_input(gate, up):
                 taken = [node for node, _ in (*parts, *plain)]
                 others = [factor for factor in factors if factor not in taken]
                 return (*read, others) if others and _sizes_fit(others, root) else None
@@ -229,17 +229,28 @@ def _is_plain(node: fx.Node) -> bool:
     return other is None or str(other.numel()) == str(value(node).numel())
 
 
-def _input(side: fx.Node) -> fx.Node:
-    """The input of a linear, of columns of one, or of a batch of products."""
+def _is_turned_batch(node: fx.Node) -> bool:
+    """Whether a node permutes a batch of products, as an einsum of experts does."""
+    return (
+        node.target is aten.permute.default and _of_many(through(node, RESHAPES | {node.target})) is not None
+    )
+
+
+def _share_input(first: fx.Node, second: fx.Node) -> bool:
+    """Whether linears, columns of them, or batches of products read one input."""
+    return bool(_inputs(first) & _inputs(second))
+
+
+def _inputs(side: fx.Node) -> set[Any]:
+    """What identifies the input of a linear, or of columns of one; both operands of a batch of products."""
     found, whole, apart = product(side) or columns(side), _of_many(side), is_apart(side)
     if found is not None:
-        return found.base.a if isinstance(found, Columns) else found.a
+        return {identity(found.base.a if isinstance(found, Columns) else found.a)}
     source = apart or whole
     assert source is not None
     if source.target in _CONVOLUTION:
-        return source.all_input_nodes[0]
-    matrices = [x for x in source.args if isinstance(x, fx.Node)]
-    return matrices[-2]
+        return {identity(source.all_input_nodes[0])}
+    return {identity(x) for x in source.args[-2:] if isinstance(x, fx.Node)}
 
 
 def _other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], Said] | None:
@@ -256,7 +267,7 @@ def _other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node],
                 return None
             if product(node) is not None or columns(node) is not None or _of_many(node) is not None:
                 ends.add(node)
-            elif node.target in RESHAPES:
+            elif node.target in RESHAPES or _is_turned_batch(node):
                 waiting.append(node.args[0])
             elif is_pointwise(node):
                 if node.target not in CASTS:
@@ -270,7 +281,7 @@ def _other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node],
             return None
         sides += ends
         functions.append(named(expressions.of(argument), *ends) or ", ".join(sorted(names)))
-    if sides[0] is sides[1] or identity(_input(sides[0])) != identity(_input(sides[1])):
+    if sides[0] is sides[1] or not _share_input(*sides):
         return None
     return frozenset(sides), _why(sides, functions, bool(others))
 

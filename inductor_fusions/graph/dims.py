@@ -67,6 +67,13 @@ def permuted_by(node: Any, dims: list[int]) -> fx.Node | None:
     return op.input if isinstance(op.input, fx.Node) else None
 
 
+def is_transposed(node: Any) -> bool:
+    """Whether a node is a matrix, or a batch of them, whose last two dims are swapped."""
+    op = read(node)
+    dims = None if op is None else permutation(op)
+    return dims is not None and len(dims) > 1 and dims[-1] == len(dims) - 2
+
+
 def reduced(op: Op) -> tuple[tuple[int, ...] | None, bool]:
     """The dims of a softmax or of a reduction, counted from the front, and whether they are kept.
 

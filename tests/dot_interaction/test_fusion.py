@@ -76,6 +76,10 @@ def beside(t: Any, dim: int = 1) -> Any:
     return torch.sum(p * q, dim=2, keepdim=True)
 
 
+def cells() -> torch.Tensor:
+    return torch.tensor([i * F + j for i, j in zip(LI, LJ, strict=True)])
+
+
 SPELLINGS: dict[str, Function] = {
     "beside each other": lambda x, t: beside(t),
     "beside each other, some": lambda x, t: (
@@ -116,6 +120,18 @@ SPELLINGS: dict[str, Function] = {
         * x.sum()
     ),
     "three parts": lambda x, t: torch.cat([x, products(t)[:, LI, LJ], x], 1),
+    "all other dims": lambda x, t: torch.cat([x, products(t)[..., LI, LJ]], 1),
+    "rows": lambda x, t: (lambda z: torch.cat([x, *(z[:, i, :i] for i in range(1, F))], 1))(products(t)),
+    "columns": lambda x, t: (
+        (lambda z: torch.cat([z[:, i + 1 :, i] for i in range(F - 1)], -1))(products(t)) * x.sum()
+    ),
+    "elements": lambda x, t: (
+        lambda z: torch.cat([x, torch.stack([z[:, i, j] for i, j in zip(LI, LJ, strict=True)], 1)], 1)
+    )(products(t)),
+    "gather": lambda x, t: torch.cat([x, products(t).flatten(1).gather(1, cells().expand(SAMPLES, -1))], 1),
+    "take_along_dim": lambda x, t: (
+        torch.take_along_dim(products(t).reshape(SAMPLES, -1), cells()[None], 1) + x.sum()
+    ),
 }
 OPERATIONS = {"transposed first": (rand(SAMPLES, D), rand(SAMPLES, F, 3))}
 
@@ -280,6 +296,18 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
         lambda x, t: (t.index_select(2, (i := torch.tensor([1, 0]))) * t.index_select(2, i)).sum(-1), None
     ),
     "all products": (lambda x, t: torch.bmm(t, t.transpose(1, 2)).flatten(1) + x[:, :1], "all products"),
+    "all products, weighed": (lambda x, t: (products(t) * x.sum(0)[:F]).sum((1, 2)), "times a factor"),
+    "other cells of each sample": (
+        lambda x, t: products(t).flatten(1).gather(1, (x > 0).long() + 2), "a matrix of indices"
+    ),
+    "columns by columns of an index": (
+        lambda x, t: products(t).flatten(1).gather(1, cells()[:SAMPLES, None].expand(-1, 4)),
+        "a matrix of indices",
+    ),
+    "rows of two": (
+        lambda x, t: torch.cat([products(t + k)[:, k, :k] for k in (1, 2, 3)], 1), None
+    ),
+    "every second column": (lambda x, t: torch.cat([products(t)[:, i, ::2] for i in range(F)], 1), None),
     "all products, viewed": (lambda x, t: products(t).reshape(t.shape[0], -1), "all products"),
     "one gather": (lambda x, t: (t[:, LI] * x[:, None]).sum(-1), None),
     "a mask of others": (lambda x, t: t[:, torch.ones(F, D, dtype=torch.bool).tril(-1)], None),
@@ -297,6 +325,12 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     ),
     "one by one, through matrices": (
         lambda x, t: [nn.functional.linear(t[:, i], (x.t() @ x)) * t[:, 4] for i in range(4)],
+        "through matrices",
+    ),
+    "a matrix of each pair, element by element": (  # DeepCTR's outer products
+        lambda x, t: (
+            (t[:, LI].unsqueeze(1) * matrices_of_pairs(x).transpose(0, 1)).sum(-1).transpose(1, 2) * t[:, LJ]
+        ).sum(-1),
         "through matrices",
     ),
     "two through a matrix": (

@@ -8,7 +8,7 @@ from .linear_form import LINEAR_FORMS, LinearForm
 __all__ = ["FORMS", "LINEAR_FORMS", "Form", "LinearForm"]
 
 for name in (
-    "language matching memories modules pooling products scores sequences softmaxes structures vision "
-    "weights adapters gates losses"
+    "language matching memories modules pooling products scores sequences softmaxes structures unnormalised "
+    "vision weights adapters gates losses other_adapters probabilities"
 ).split():
     importlib.import_module(f"{__name__}.{name}")

@@ -104,6 +104,14 @@ def packed_experts(x: Any, w: Any, b: Any) -> Any:
     return up * F.silu(gate)
 
 
+@form((16, 32), (3, 64, 32), (3, 64, 32), reasons=("limit", "limit"))
+def experts_of_each_token(x: Any, w: Any, v: Any) -> Any:
+    """As Mixtral gathers them for a few tokens: the matrices stand on the left in both products."""
+    chosen = (x[:, :2] > 0).long() + 1
+    gate = F.silu(torch.einsum("ti,taoi->tao", x, w[chosen]))
+    return gate * torch.einsum("ti,taoi->tao", x, v[chosen])
+
+
 @form(X, "frozen 128x64", "frozen 128x64", reasons=("", "used-elsewhere"))
 def quick_gelu(x: Any, w: Any, v: Any) -> Any:
     """CLIP's, in a gate."""

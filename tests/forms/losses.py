@@ -232,29 +232,6 @@ def picked_from_the_second_row_on(h: Any, w: Any, y: Any) -> Any:
     return logs[torch.arange(1, 24), y.view(-1)[1:]]
 
 
-@form(*HEAD, (80, 32), reasons=TWO)
-def distillation(h: Any, w: Any, y: Any, teacher: Any) -> Any:
-    """A sum over all classes."""
-    wanted = F.softmax(F.linear(h.detach(), teacher.detach()), dim=-1)
-    return -(wanted * F.log_softmax(F.linear(h, w), dim=-1)).sum(-1).mean()
-
-
-@form(*HEAD, left=(1, 1), reasons=TWO)
-def entropy(h: Any, w: Any, y: Any) -> Any:
-    logits = F.linear(h, w)
-    return torch.logsumexp(logits, -1) - (torch.softmax(logits, -1) * logits).sum(-1)
-
-
-@form(*HEAD, left=(1, 1), reasons=("probabilities", "probabilities"))
-def probabilities_of_labels(h: Any, w: Any, y: Any) -> Any:
-    return -(F.linear(h, w).softmax(-1).gather(-1, y[..., None]) + 1e-6).log().mean()
-
-
-@form(*HEAD, reasons=("of each class", "of each class"))
-def binary_losses(h: Any, w: Any, y: Any) -> Any:
-    return F.binary_cross_entropy_with_logits(F.linear(h, w), F.one_hot(y, 80).to(h.dtype))
-
-
 @form(*HEAD)
 def scaled_in_place(h: Any, w: Any, y: Any) -> Any:
     """verl divides by a temperature."""

@@ -139,6 +139,12 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
         lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :] * u[:, :, None]).flatten(1), w, b), None,
     ),
     "bilinear": (lambda u, v, w, b: F.bilinear(u, v, w.view(N, P, Q), b), "bilinear"),
+    "both sides of a weight": (lambda u, v, w, b: (u @ w[:P, :Q] @ v.T).sigmoid(), "through a weight"),
+    "both sides of a weight, normalised": (
+        lambda u, v, w, b: (u @ w[:P, :Q] @ v.T / 3).log_softmax(-1), None,
+    ),
+    "two linears": (lambda u, v, w, b: u @ w[:P, :Q] @ w[:Q, :Q], None),
+    "two linears, transposed": (lambda u, v, w, b: v @ w[:P, :Q].t() @ w[:Q, :P].t(), None),
     "an einsum of three": (
         lambda u, v, w, b: torch.einsum("bp,bq,npq->bn", u, v, w.view(N, P, Q)) + b, "3 tensors",
     ),

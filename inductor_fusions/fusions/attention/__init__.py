@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from ...fusion import Fusion
-from ...graph.torch_ops import spellings
+from ...graph.torch_ops import PRODUCTS, spellings
 from . import sites
 from .multihead import FAST_PATHS, MultiheadForward, fast_path
 from .recognise import is_in_attention, is_written_out
 from .scope import scope_of
+from .unnormalised import without_softmax
 from .written_out import EXPONENTIALS, SOFTMAXES, weights_of
 
 FUSION = Fusion(
@@ -27,7 +28,10 @@ FUSION.anchor(lambda: spellings(*SOFTMAXES), is_in_attention)(
     lambda scope, match: sites.hand_written(scope, match.output_node())
 )
 FUSION.anchor(lambda: [*spellings(*EXPONENTIALS), "exp_", torch.exp_], is_written_out)(
-    lambda scope, match: sites.hand_written(scope, weights_of(match))
+    lambda scope, match: sites.hand_written(scope, weights_of(match.output_node()))
+)
+FUSION.anchor(lambda: spellings(*PRODUCTS - {"linear"}))(
+    lambda scope, match: without_softmax(match.output_node())
 )
 FUSION.anchor(lambda: spellings("scaled_dot_product_attention"))(
     lambda scope, match: sites.SdpaCall(scope, match.output_node())

@@ -50,6 +50,8 @@ def _norms_scores(op: Op) -> bool:
 
 def stands_between(op: Op) -> str:
     """The reason where an operation is behind the product."""
+    whole = read(op.input) if op.name == "getitem" else None
+    op = whole if whole is not None and whole.name == "topk" else op
     return Reason.IN_BETWEEN(f"{op.name} is between the product of q and k and the softmax")
 
 

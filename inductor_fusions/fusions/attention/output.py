@@ -258,6 +258,8 @@ def divided(site: Attention, division: fx.Node, sums: Collection[fx.Node]) -> No
     site.ends_behind(division)
 
 
+#: What makes no weights of weights.
+_RESULTS = PRODUCTS | {"sum"}
 _DIFFERENCE = Reason.IN_BETWEEN(
     "the weights of two softmaxes are subtracted or added (differential attention): fused, both results "
     "would be rounded before that, and a subtraction cancels digits"
@@ -267,7 +269,7 @@ _DIFFERENCE = Reason.IN_BETWEEN(
 def _is_difference(node: fx.Node, steps: int = 4) -> bool:
     """Whether a node, or what alone reads it, subtracts or adds weights of two softmaxes."""
     op = read(node)
-    if op is None or op.name in PRODUCTS or steps == 0:
+    if op is None or op.name in _RESULTS or steps == 0:
         return False
     if op.name in ("sub", "add") and all(map(_is_of_softmax, (op.input, op["other"]))):
         return True
@@ -278,7 +280,7 @@ def _is_difference(node: fx.Node, steps: int = 4) -> bool:
 def _is_of_softmax(node: Any, steps: int = 6) -> bool:
     """Whether a node holds weights of a softmax, by elements, or parts of them."""
     op = read(node)
-    if op is None or steps == 0 or op.name in PRODUCTS:
+    if op is None or steps == 0 or op.name in _RESULTS:
         return False
     if isinstance(op.input, fx.Node) and reads_metadata(op.node, op.input):
         return False
@@ -289,7 +291,8 @@ def _is_of_softmax(node: Any, steps: int = 6) -> bool:
 def _between(op: Op, weights: fx.Node) -> Rejected:
     """Why weights cannot be read further down than an operation."""
     before, after = tensor(weights), tensor(op.node)
-    if op.name == "mul" and not (before is None or after is None or same_shape(before.shape, after.shape)):
+    wider = not (before is None or after is None or same_shape(before.shape, after.shape))
+    if op.name == "mul" and (wider or [by.name for by in map(read, readers(op.node)) if by] == ["sum"]):
         return Reason.NO_PRODUCT.rejected("the weights are multiplied elementwise, not by a matrix product")
     if op.name in torch_ops.ADDING:
         return Reason.IN_BETWEEN.rejected(f"{op.name} also adds a tensor to the product with v", "torch.bmm")

@@ -19,6 +19,7 @@ from ..._inductor import hint, is_body_of_dynamo, known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
+from ...graph.dims import reduced
 from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, VIEWS, read, tensor
 from ...operands import same_shape
 from ...reasons import Reason
@@ -41,6 +42,8 @@ _BETWEEN = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
     "conv1d", "conv2d", "conv3d", "cat", "stack", "pad", "scatter",
 }  # fmt: skip
 
+_LOGARITHMS = frozenset("log log2 log1p log_softmax log_sigmoid".split())
+
 #: What may stand between scores that two softmaxes read and either of them.
 _OF_SCORES = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
     "getattr", "mul", "div", "add", "sub", "masked_fill", "where",
@@ -55,7 +58,7 @@ def is_in_attention(match: Match) -> bool:
 
 def is_written_out(match: Match) -> bool:
     """Whether weights are made of an exponential, which may reach a product or are read behind one."""
-    weights = weights_of(match)
+    weights = weights_of(match.output_node())
     return weights is not None and _may_reach_product(weights)
 
 
@@ -72,8 +75,7 @@ def reaches_product(
         outside: what holds a result of a region in the graph that runs it.
     """
     made = read(start)
-    behind = read(made.input) if made is not None and made.name not in SOFTMAXES else None
-    if behind is not None and behind.name in PRODUCTS:
+    if made is not None and made.name not in SOFTMAXES and _is_of_products(made.input):
         return True
     frontier, seen = [start], {start}
     while frontier and len(seen) < limit:
@@ -85,7 +87,9 @@ def reaches_product(
                 seen.update(frontier)
             if op is None or user in seen:
                 continue
-            if op.name in PRODUCTS | ADDING or (op.name == "sum" and _is_wider(node, start)):
+            if op.name in PRODUCTS | ADDING | {"embedding_bag"} or _mixes_channels(op, start):
+                return True
+            if op.name == "sum" and (_is_wider(node, start) or _is_weighted(op, start)):
                 return True
             if op.name in _BETWEEN or _keeps_shape(node, user):
                 seen.add(user)
@@ -93,12 +97,52 @@ def reaches_product(
     return False
 
 
+def _is_of_products(node: object) -> bool:
+    """Whether a node is a product, or a sum with one, such as that of several chunks of keys."""
+    op = read(node)
+    if op is not None and op.name == "add":
+        return any(map(_is_of_products, (op.input, op["other"])))
+    return op is not None and op.name in PRODUCTS
+
+
 def _is_wider(node: fx.Node, weights: fx.Node) -> bool:
     """Whether a node has more elements than weights: they were multiplied with values, element by element."""
     made, before = tensor(node), tensor(weights)
-    if made is None or before is None or before.dim() < 2:
+    if made is None or before is None:
         return False
     return made.dim() > before.dim() or not known_true(product(made.shape) <= product(before.shape))
+
+
+def _is_weighted(op: torch_ops.Op, start: fx.Node) -> bool:
+    """Whether a sum over the dim of a softmax is that of elements of as many weights, such as in pooling.
+
+    Not of their logarithms, as in a loss, nor of those that a mask chooses.
+    """
+    softmax, product = read(start), read(op.input)
+    if softmax is None or softmax.name not in SOFTMAXES or product is None or product.name != "mul":
+        return False
+    own, summed = tensor(start), tensor(op.input)
+    if own is None or summed is None or own.dim() < 2 or not same_shape(own.shape, summed.shape):
+        return False
+    for side in (product.input, product["other"]):
+        for _ in range(4):
+            by, held = read(side), tensor(side)
+            if held is None or not held.is_floating_point() or side is softmax.input:
+                return False
+            if by is not None and by.name in _LOGARITHMS:
+                return False
+            if by is None or by.name not in CASTS | {"add", "sub", "mul", "div"}:
+                break
+            side = by.input
+    return reduced(softmax)[0] == reduced(op)[0]
+
+
+def _mixes_channels(op: torch_ops.Op, start: fx.Node) -> bool:
+    """Whether a convolution of size 1 sums over the dim of a softmax over channels, as detectors have it."""
+    softmax, kernel = read(start), tensor(op.rest[1]) if len(op.rest) > 1 else None
+    if softmax is None or softmax.name not in SOFTMAXES or kernel is None or not op.name.startswith("conv"):
+        return False
+    return reduced(softmax)[0] == (1,) and all(known_true(size == 1) for size in kernel.shape[2:])
 
 
 def _keeps_shape(node: fx.Node, user: fx.Node) -> bool:

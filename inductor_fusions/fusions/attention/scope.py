@@ -63,6 +63,8 @@ class Scope(fusion.Scope):
         self.derivatives: Derivatives = Derivatives(graph, self.modes, next(filter(None, refused), ""))
         self.read: set[fx.Graph] = set() if around is None else around.read
         self.read.add(graph)
+        #: Weights that are candidates: several exponentials may be divided at once.
+        self.weights: set[fx.Node] = set()
         #: The call that this body is inlined for.
         self.inlined_for = calls[0] if [*map(name_of_body, calls)] == ["tag_activation_checkpoint"] else None
         #: Of a body that is finished: the outputs that changed, as `settle` has them.

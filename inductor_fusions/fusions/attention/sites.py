@@ -36,8 +36,9 @@ from .structure import MASK_FILL, Structure
 
 def hand_written(scope: Scope, weights: fx.Node | None) -> Candidate | None:
     """The attention around a softmax, by the node that holds its result; None if no product is behind it."""
-    if weights is None:
+    if weights is None or weights in scope.weights:
         return None
+    scope.weights.add(weights)
     if reaches_product(weights):
         return HandWritten(scope, weights)
     if not reaches_product(weights, scope.outside):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,9 +25,6 @@ from ...fusion import Rejected
 from ...graph.dims import appends_dim, is_over_last, reduced
 from ...graph.torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, Op, read, tensor
 from ...reasons import Reason
-
-if TYPE_CHECKING:
-    from ..._inductor import Match
 
 SOFTMAXES = ("softmax", "_softmax")
 #: By what the exponent of each is multiplied, to be one of e.
@@ -80,9 +77,8 @@ _OVERFLOWS = Reason.RANGE(
 _HINT = "torch.softmax"
 
 
-def weights_of(match: Match) -> fx.Node | None:
+def weights_of(exp: fx.Node) -> fx.Node | None:
     """The node with the weights of a softmax written as exponentials: a quotient, or the exponential."""
-    exp = match.output_node()
     try:
         return exp if _of_logarithms(exp) is not None else _quotient(exp)
     except Rejected:

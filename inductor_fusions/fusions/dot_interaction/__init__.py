@@ -19,14 +19,15 @@ from ...decisions import Query, decide, tables
 from ...effects.liveness import readers, replace
 from ...effects.scope import DynamoScope
 from ...fusion import Candidate, Fusion, Reported
+from ...graph import torch_ops
 from ...graph.builder import Builder
-from ...graph.torch_ops import spellings
 from ...layouts.keeping import Keeping
 from ...operands import check_device, check_kind, profitable, tensor, text
 from ...reasons import Reason
 from . import recognise, unread
 from .op import DOT_INTERACTION, DOT_PAIRS, DTYPES, fits, takes
 from .recognise import Site
+from .triangles import triangle
 
 if TYPE_CHECKING:
     from ..._inductor import Match
@@ -79,7 +80,7 @@ class DotInteraction(Candidate):
             raise Reason.MIXED_DTYPES.rejected("the operands have different dtypes, or autocast is on")
         if not all(isinstance(size, int) for size in t.shape[1:]):
             raise Reason.SYMBOLIC.rejected("the number or the width of the features is symbolic")
-        self.triangle = recognise.triangle(site, int(t.shape[1]))
+        self.triangle = triangle(site.indices, int(t.shape[1]))
         if self.triangle is None and not takes(pairs.shape[1]):
             raise Reason.LIMIT.rejected("the number of pairs is symbolic, or too large for one thread block")
         self.scope.check_replaced(site.sources, site.last, "the features and the pairs", [site.t])
@@ -161,7 +162,13 @@ FUSION = Fusion(
 )
 
 
-@FUSION.anchor(lambda: spellings("getitem", "masked_select", "index_select", "sum", "einsum", "tril", "triu"))
+_ANCHORS = (
+    "getitem", "masked_select", "index_select", "gather", "take_along_dim", "cat", "stack", "sum", "einsum",
+    "tril", "triu",
+)  # fmt: skip
+
+
+@FUSION.anchor(lambda: torch_ops.spellings(*_ANCHORS))
 def read(scope: DynamoScope, match: Match) -> Candidate | None:
     """A gather of pairs from products of features with themselves."""
     node = match.output_node()
@@ -172,10 +179,12 @@ def read(scope: DynamoScope, match: Match) -> Candidate | None:
     return _other_pairs(node, how) if how else None
 
 
-@FUSION.anchor(lambda: spellings(*recognise.FLATTENS))
+@FUSION.anchor(lambda: torch_ops.spellings(*recognise.FLATTENS))
 def read_flattened(scope: DynamoScope, match: Match) -> Candidate | None:
     """Products of features with themselves as one row of each sample."""
     node = match.output_node()
     if not recognise.is_flattened(node) or any(map(recognise.site, node.users)):
         return None
-    return _other_pairs(node, "all products are read, those of both triangles")
+    gathers = [by for user in node.users if (by := torch_ops.read(user)) is not None and by.name == "gather"]
+    by_matrix = "pairs are gathered by a matrix of indices"
+    return _other_pairs(node, by_matrix if gathers else "all products are read, those of both triangles")

@@ -3,8 +3,9 @@
     z = torch.bmm(t, t.transpose(1, 2))
     torch.cat([dense, z[:, i, j]], dim=1)
 
-also as `z.flatten(1)[:, k]`, of z times a number, and as `(t[:, i] * t[:, j]).sum(-1)`, or of features that
-`split` takes apart and `cat` or `stack` puts beside each other. Which pairs they are may be in the graph, as
+also as `z.flatten(1)[:, k]` and `gather`, as rows `z[:, i, :i]` or elements that `cat` or `stack` puts beside
+each other, of z times a number, and as `(t[:, i] * t[:, j]).sum(-1)`, or of features that `split` takes apart
+and `cat` or `stack` puts beside each other. Which pairs they are may be in the graph, as
 numbers or by `tril_indices` and `triu_indices`: a triangle has a kernel of its own. Contents of buffers and
 inputs are never read: the kernel takes the tensor.
 """
@@ -27,11 +28,8 @@ from ...graph.einsum import equation
 from ...graph.torch_ops import Op, concrete, read, scaled_by
 from ...operands import tensor
 
-_TRIANGLES = {torch.tril_indices: False, torch.triu_indices: True}
 #: Views that may give all products as one row of each sample.
 FLATTENS = ("flatten", "reshape", "view")
-#: What keeps the values of indices.
-_SAME = frozenset("to long cuda cpu contiguous clone detach".split())
 #: Dense features of more columns are concatenated by others.
 WIDEST_DENSE = 1024
 
@@ -85,6 +83,8 @@ def site(node: fx.Node) -> Site | None:
     if op.name in ("sum", "einsum"):
         found = _of_sum(op) if op.name == "sum" else _of_pairs(op)
         return None if found is None else Site(node, *found, *_cat(node), kept=op["keepdim"] is True)
+    if op.name in ("cat", "stack"):
+        return _of_parts(op)
     z, scales, nodes = _scaled(op.input)
     found = _of_gather(op, z)
     if found is None:
@@ -115,6 +115,10 @@ def _of_gather(op: Op, z: Any) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any,
     index = op["index"]
     if op.name == "index_select":
         index = (WHOLE, index) if op.only("input", "dim", "index")[1] in (1, -1) else None
+    elif op.name in ("gather", "take_along_dim"):
+        index = _of_all_samples(op)
+    elif isinstance(index, tuple) and index[:1] == (Ellipsis,) and len(index) == _rank(z):
+        index = (WHOLE, *index[1:])
     if not isinstance(z, fx.Node) or not isinstance(index, tuple) or index[:1] != (WHOLE,):
         return None
     if not all(map(_is_index, index[1:])):
@@ -127,6 +131,65 @@ def _of_gather(op: Op, z: Any) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any,
         return None
     t = squared(view.input)
     return None if t is None else (t, (view.input, z), index[1:])
+
+
+def _rank(node: Any) -> int:
+    found = tensor(node)
+    return -1 if found is None else found.dim()
+
+
+def _of_all_samples(op: Op) -> tuple[Any, ...] | None:
+    """The index of a `gather` along dim 1 of a matrix that takes the same columns of each row."""
+    _, dim, index = op.only("input", "dim", "indices" if op.name == "take_along_dim" else "index")
+    before, after = tensor(op.input), tensor(op.node)
+    if before is None or after is None or before.dim() != 2 or dim not in (1, -1):
+        return None
+    while (held := tensor(index)) is not None and held.dim() > 1:
+        by, taken = read(index), selection(index, adds=True)
+        inner = None if by is None else tensor(by.input)
+        if by is None or inner is None or not known_true(inner.shape[-1] == held.shape[-1]):
+            return None
+        if by.name not in ("expand", "repeat", "unsqueeze") and (taken is None or taken.dims):
+            return None
+        index = by.input
+    return (WHOLE, index) if known_true(after.shape[0] == before.shape[0]) else None
+
+
+def _of_parts(op: Op) -> Site | None:
+    """Read a `stack` of elements z[:, i, j], or a `cat` of rows z[:, i, :i] that may be behind dense ones."""
+    parts, dim = op.only("tensors", "dim")
+    if not isinstance(parts, (list, tuple)) or len(parts) < 2 or dim not in (1, -1):
+        return None
+    last = selection(parts[-1])
+    t = None if last is None else squared(last.source)
+    if last is None or t is None:
+        return None
+    first = selection(parts[0])
+    dense = parts[0] if op.name == "cat" and (first is None or first.source is not last.source) else None
+    if dense is not None and not _is_dense(dense, parts[-1]):
+        return None
+    cells: list[tuple[int, int]] = []
+    for part in parts[dense is not None :]:
+        taken = selection(part)
+        own = None if taken is None or taken.source is not last.source else _cells(taken)
+        if own is None or _rank(part) != 1 + (op.name == "cat"):
+            return None
+        cells += own
+    between = (last.source, *parts[dense is not None :])
+    indices = [i for i, _ in cells], [j for _, j in cells]
+    return Site(op.node, t, between, indices, None if dense is None else op.node, dense) if cells else None
+
+
+def _cells(taken: Selection) -> list[tuple[int, int]] | None:
+    """The cells of a sample that are taken of z, a range of a row or a column, or one."""
+    spans = [taken.range(dim) for dim in range(1, len(taken.index))]
+    steps = [part.step for part in taken.index if isinstance(part, slice)]
+    if len(spans) != 2 or taken.index[0] is not WHOLE or any(step is not None for step in steps):
+        return None
+    if not all(span is not None and all(type(at) is int for at in span) for span in spans):
+        return None
+    rows, columns = (range(*span) for span in spans if span is not None)
+    return [(i, j) for i in rows for j in columns]
 
 
 def _of_sum(op: Op) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any, ...]] | None:
@@ -259,80 +322,16 @@ def _cat(pairs: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     parts, dim = op.only("tensors", "dim")
     if not isinstance(parts, (list, tuple)) or len(parts) != 2 or parts[1] is not pairs or dim not in (1, -1):
         return None, None
-    dense, held = tensor(parts[0]), tensor(pairs)
-    if dense is None or held is None:
-        return None, None
-    fits = dense.dim() == 2 and (dense.dtype, dense.device) == (held.dtype, held.device)
-    columns = dense.shape[1] if fits else None
-    return (user, parts[0]) if isinstance(columns, int) and columns <= WIDEST_DENSE else (None, None)
+    return (user, parts[0]) if _is_dense(parts[0], pairs) else (None, None)
 
 
-def triangle(site: Site, features: int) -> tuple[bool, bool] | None:
-    """Which triangle the pairs are: whether the upper one, and whether with its diagonal.
-
-    None where they are not known to be one, row by row.
-    """
-    known: list[Any] = [_content(index) for index in site.indices]
-    if len(known) == 1 and known[0] is not None:
-        known = [[cell // features for cell in known[0]], [cell % features for cell in known[0]]]
-    for upper in (False, True):
-        for diagonal in (False, True):
-            if known == [list(rows) for rows in _triangle(features, upper, diagonal)]:
-                return upper, diagonal
-    return None
-
-
-def _triangle(size: int, upper: bool, diagonal: bool) -> tuple[list[int], list[int]]:
-    """Rows and columns of a triangle, row by row."""
-    pairs = [
-        (i, j) for i in range(size) for j in (range(i + 1 - diagonal, size) if upper else range(i + diagonal))
-    ]
-    return [i for i, _ in pairs], [j for _, j in pairs]
-
-
-def _content(index: Any) -> list[int] | None:
-    """The numbers of a vector of indices, where the graph has them."""
-    while (op := read(index)) is not None and op.name in _SAME:
-        if not _holds_indices(op.node) or not isinstance(op.input, fx.Node):
-            return None
-        index = op.input
-    if isinstance(index, (list, tuple)):
-        return list(index) if all(type(number) is int for number in index) else None
-    if not isinstance(index, fx.Node):
-        return None
-    if index.target in (torch.tensor, torch.as_tensor) and len(index.args) == 1:
-        return _content(index.args[0]) if isinstance(index.args[0], (list, tuple)) else None
-    if index.target is not operator.getitem or not isinstance(index.args[0], fx.Node):
-        return None
-    source, which = index.args[0], index.args[1]
-    return _of_triangle(source, which) if type(which) is int and which in (0, 1) else None
-
-
-def _holds_indices(node: fx.Node) -> bool:
-    """Whether no index is cut off by the dtype of a vector."""
-    found = tensor(node)
-    return found is not None and found.dtype in (torch.int64, torch.int32)
-
-
-def _of_triangle(node: fx.Node, which: Any) -> list[int] | None:
-    """Rows or columns that `tril_indices` or `triu_indices` give."""
-    while (op := read(node)) is not None and op.name in _SAME | {"unbind"} and isinstance(op.input, fx.Node):
-        if op.name == "unbind" and op.only("input") != (op.input,):
-            return None  # over another dim
-        if op.name != "unbind" and not _holds_indices(node):
-            return None
-        node = op.input
-    if node.target not in _TRIANGLES:
-        return None
-    given: dict[str, Any] = dict(zip(("row", "col", "offset"), node.args, strict=False)) | dict(node.kwargs)
-    row, col, offset = given["row"], given["col"], given.get("offset", 0)
-    if not all(type(size) is int for size in (row, col, offset)):
-        return None
-    upper = _TRIANGLES[node.target]
-    pairs = [
-        (i, j) for i in range(row) for j in range(col) if (j - i >= offset if upper else j - i <= offset)
-    ]
-    return [pair[which] for pair in pairs]
+def _is_dense(node: Any, pairs: Any) -> bool:
+    """Whether a node has dense features that the kernel writes in front of pairs."""
+    dense, held = tensor(node), tensor(pairs)
+    if dense is None or held is None or dense.dim() != 2:
+        return False
+    alike = (dense.dtype, dense.device) == (held.dtype, held.device)
+    return alike and isinstance(dense.shape[1], int) and dense.shape[1] <= WIDEST_DENSE
 
 
 def _sources(values: Any) -> Iterator[fx.Node]:

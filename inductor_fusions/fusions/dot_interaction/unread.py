@@ -17,7 +17,7 @@ from .recognise import FLATTENS, gathered, is_row, squared
 
 BY_MATRICES = "features are multiplied through matrices"
 #: What may be between features and their product with a matrix.
-_TO_MATRICES = frozenset("matmul bmm einsum linear squeeze unsqueeze transpose permute".split())
+_TO_MATRICES = frozenset("matmul bmm einsum linear sum squeeze unsqueeze transpose permute".split())
 
 
 def how(node: fx.Node) -> str:
@@ -30,6 +30,9 @@ def how(node: fx.Node) -> str:
         t = _through_matrices(op.input)
         if t is not None and not any(map(_begins_products, readers(t))):
             return BY_MATRICES
+        by = read(op.input)
+        if by is not None and by.name == "mul" and any(map(_squared_at, (by.input, by["other"]))):
+            return "all products are read, each times a factor"
         return "pairs are multiplied one by one" if _begins_loop(node) else ""
     if op.name in ("tril", "triu"):
         rows = all((by := read(user)) is not None and by.name in FLATTENS for user in readers(node))
@@ -57,7 +60,9 @@ def _through_matrices(product: Any) -> fx.Node | None:
         while t is not None and isinstance(side, fx.Node) and (by := read(side)) is not None:
             if by.name not in _TO_MATRICES and _source(side) is None:
                 break
-            products += by.name in PRODUCTS
+            if by.name == "sum" and (summed := read(by.input)) is not None and summed.name == "mul":
+                by = summed  # a product with a matrix, element by element
+            products += by.name in PRODUCTS | {"mul"}
             if by.name == "einsum":
                 try:
                     side = equation(by).left

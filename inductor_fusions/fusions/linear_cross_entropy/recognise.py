@@ -36,6 +36,12 @@ _OTHERS = {
     "softmax": "the loss reads probabilities of a softmax, and not its logarithm, a log_softmax",
     "binary_cross_entropy_with_logits": "the loss is binary, of each class, and not of a softmax",
 }
+#: What makes probabilities of probabilities, such as those of copied words.
+_MIXES = (
+    frozenset("mul add sub rsub clamp clamp_min getitem scatter_add scatter_add_ index_add pad cat".split())
+    | CASTS
+    | SELECTS
+)
 #: What may stand between logits and a loss.
 _PASSED = (
     frozenset("mul div add sub tanh sigmoid getitem stack unbind split split_with_sizes chunk gather".split())
@@ -100,8 +106,7 @@ def written_out(node: fx.Node) -> Unread | None:
         logits = op.rest[0] if op.rest else None
     elif op.name not in (*_SOFTMAXES, "softmax") or not is_over_last(op):
         return None
-    following = {by.name for user in readers(node) if (by := read(user)) is not None}
-    if op.name == "softmax" and not following & {"log", "gather", "take_along_dim"}:
+    if op.name == "softmax" and not _reaches_log(node):
         return None
     try:
         found = walk(logits, [], [])
@@ -125,6 +130,19 @@ def written_out(node: fx.Node) -> Unread | None:
             "row are fused"
         ),
     )
+
+
+def _reaches_log(weights: fx.Node, steps: int = 6) -> bool:
+    """Whether probabilities are picked, or reach a logarithm; they may be mixed with others before."""
+    for user in readers(weights):
+        op = read(user)
+        if op is None:
+            continue
+        if op.name in ("log", "gather", "take_along_dim"):
+            return True
+        if op.name in _MIXES and steps and _reaches_log(user, steps - 1):
+            return True
+    return False
 
 
 def behind(logits: fx.Node) -> tuple[list[Site | Unread], dict[str, None]]:

@@ -332,6 +332,10 @@ def alone(up: fx.Node) -> Said:
             if any(reader.dtype == torch.bool for reader in _sources(by)):
                 return Reason.BEHIND_ADAPTER("a mask is applied to the result of the adapter")
             how = "divided" if user.target in DIV else "multiplied"
+            if not additions_behind([user]):
+                return Reason.NO_BASE(
+                    f"the result of the two products is {how} by a tensor, and no base is added"
+                )
             return Reason.BEHIND_ADAPTER(
                 f"the result of the adapter is {how} by a tensor before the addition (another form of DoRA)"
             )

@@ -92,8 +92,9 @@ def sum_at(top: fx.Node) -> Linear:
     read = Reader(top, alone=True).linear
     read.terms += read.offsets
     if read.adapters and all(term.is_bias for term in read.terms):
+        only = "another adapter" if len(read.adapters) > 1 and not read.terms else "a bias"
         read.problem = Reason.NO_BASE(
-            "the adapter is added only to a bias, not to a term of the shape of the result"
+            f"the adapter is added only to {only}, not to a term of the shape of the result"
         )
     if not read.adapters or read.problem:
         return read

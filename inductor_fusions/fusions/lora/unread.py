@@ -33,12 +33,18 @@ from .adapters import MOST_RANK, is_low_rank, step
 aten = torch.ops.aten
 
 #: Anchors.
-BASES = (aten.embedding.default, aten.convolution.default, aten.bmm.default, aten.repeat.default)
+BASES = (
+    aten.embedding.default, aten.convolution.default, aten.bmm.default, aten.repeat.default,
+    aten.expand.default, aten._fft_c2r.default,
+)  # fmt: skip
 EMBEDDING = Reason.NO_MATRIX(
     "the adapter belongs to an embedding, whose base is a look-up and not a matrix product"
 )
 CONVOLUTION = Reason.NO_MATRIX("the adapter belongs to a convolution, whose base is not a matrix product")
 UP = Reason.NO_MATRIX("the second product of the adapter is a convolution, and only linears are fused")
+CIRCULANT = Reason.NO_MATRIX(
+    "a convolution by Fourier transforms is added to a linear (C3A), and only products are fused"
+)
 CONVOLVED = Reason.NO_MATRIX(
     "a convolution of A with B makes the weight of a linear in each step, and only products are taken apart"
 )
@@ -89,9 +95,7 @@ def candidates(bases: Sequence[fx.Node]) -> Iterator[Candidate]:
 def _of_up(up: fx.Node) -> str:
     """Why a second product of an adapter is not fused; "" if it is none."""
     if up.target is aten.bmm.default:
-        narrow: Any = up.args[0]
-        first = _turned(_core(narrow))
-        count, rank, columns = value(narrow).shape[0], value(narrow).shape[2], value(up).shape[2]
+        first, (count, rank, columns) = _narrow(up)
         inner: Any = 0
         if (packed := product(first)) is not None:  # the experts share x: each A has some columns of one
             inner = packed.inner if known_true(value(packed.node).shape[1] == count * rank) else 0
@@ -101,10 +105,13 @@ def _of_up(up: fx.Node) -> str:
         if is_low_rank(rank, inner, columns):
             return BATCH if _is_added(up, (*_TURNED, *RESHAPES, *_SUMS)) else ""
         return MERGED if _is_merged(up.args[1]) else ROTATED if _rotates(up) else ""
-    if up.target is aten.repeat.default:
+    if up.target is aten._fft_c2r.default:
+        return CIRCULANT if _is_added(up, (*_TURNED, *RESHAPES, *CASTS)) else ""
+    if up.target in (aten.repeat.default, aten.expand.default):
         found = product(_turned(up.args[0]))
         narrow = found is not None and is_low_rank(value(found.node).shape[1])
-        return REPEATED if narrow and _is_added(up, ()) else ""
+        wider = found is not None and not known_true(value(up).numel() == value(found.node).numel())
+        return REPEATED if narrow and wider and _is_added(up, _TURNED) else ""
     weight: Any = up.args[1]
     if not _is_convolution(up) or any(size != 1 for size in value(weight).shape[2:]):
         return ""
@@ -114,6 +121,24 @@ def _of_up(up: fx.Node) -> str:
     if found is None or found.inner < 2 * value(found.node).shape[1]:
         return ""
     return UP if is_low_rank(value(found.node).shape[1]) else ""
+
+
+def _narrow(up: fx.Node) -> tuple[Any, tuple[Any, Any, Any]]:
+    """What makes the narrow operand of a batch of products, and (number, rank, columns) of the batch.
+
+    It is the left one, unless only the right one is a product: the samples may be columns.
+    """
+    left: Any = up.args[0]
+    right: Any = up.args[1]
+    first, second = _turned(_core(left)), _turned(_core(right))
+    count, rows, columns = value(up).shape
+    is_right = product(first) is None and getattr(first, "target", None) is not aten.bmm.default
+    is_right = is_right and isinstance(second, fx.Node) and second.target is aten.bmm.default
+    return (
+        (second, (count, value(right).shape[1], rows))
+        if is_right
+        else (first, (count, value(left).shape[2], columns))
+    )
 
 
 def _is_added(node: fx.Node, passed: Sequence[Any]) -> bool:

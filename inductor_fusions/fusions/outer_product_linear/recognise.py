@@ -16,14 +16,18 @@ import torch
 from torch import fx
 
 from ..._inductor import known_true
+from ...effects.liveness import readers
 from ...fusion import Rejected
-from ...graph.dims import selection
+from ...graph.dims import is_transposed, selection
 from ...graph.einsum import equation
 from ...graph.torch_ops import CASTS, TRANSPOSES, VIEWS, Op, linear_of, read
 from ...operands import same_shape, tensor
 
 OTHER_ROWS = "the factors have different rows, such as all pairs of the rows of two tensors"
 _POINTWISE = frozenset("mul div relu tanh sigmoid dropout".split())
+#: What reads scores and logits, and what may be in between.
+_NORMALISED = frozenset("softmax _softmax log_softmax logsumexp cross_entropy exp".split())
+_SCORES = VIEWS | CASTS | TRANSPOSES | frozenset("mul div add sub masked_fill where".split())
 COLUMNS = "a convolution reads the products of the rows, as channels of each column"
 BETWEEN = "another operation is between the outer product and the linear"
 #: Views that keep the elements in their order. An index that only adds dims is one as well.
@@ -74,6 +78,8 @@ def unread(node: fx.Node) -> str:
         return "bilinear multiplies two vectors of each row and a weight at once"
     if op is not None and op.name == "einsum":
         return _of_three(op)
+    if op is not None and op.name == "matmul" and _is_bilinear(op):
+        return "u @ w @ v.T multiplies rows of two tensors through a weight, as two products of matrices"
     x: Any = op.rest[0] if op is not None and op.name == "conv1d" and op.rest else None
     found, dim = linear_of(node), -1
     if x is not None:  # channels are products, of each row (xDeepFM)
@@ -89,6 +95,33 @@ def unread(node: fx.Node) -> str:
             return how
         x = by.input
     return ""
+
+
+def _is_bilinear(op: Op) -> bool:
+    """Whether a product is `u @ w @ v.T`, with a matrix w, and neither scores of an attention nor logits.
+
+    Two linears have transposed weights both, or neither; where w is narrow, it may be an adapter.
+    """
+    inner = read(op.input)
+    if inner is None or inner.name != "matmul" or not is_transposed(op["other"]):
+        return False
+    w = tensor(inner["other"])
+    if (
+        w is None
+        or w.dim() != 2
+        or is_transposed(inner["other"])
+        or not known_true(2 * w.shape[1] > w.shape[0])
+    ):
+        return False
+    waiting = [op.node]
+    for each in waiting:
+        for user in readers(each):
+            by = read(user)
+            if by is not None and by.name in _NORMALISED:
+                return False
+            if by is not None and by.name in _SCORES and len(waiting) < 16:
+                waiting.append(user)
+    return True
 
 
 def _of_three(op: Op) -> str:

@@ -1,0 +1,105 @@
+"""Reports attention whose weights are no softmax: a sigmoid of the scores, a square of relu, decays."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ..._inductor import known_true
+from ...fusion import Candidate, Rejected, Reported
+from ...graph.dims import is_transposed
+from ...graph.einsum import equation
+from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, TRANSPOSES, VIEWS, Op, read, tensor
+from ...operands import text
+from ...reasons import Reason
+from .operands import product
+from .written_out import EXPONENTIALS, SOFTMAXES, weights_of
+
+#: Functions of scores.
+_FUNCTIONS = frozenset(
+    "sigmoid hardsigmoid log_sigmoid relu relu6 leaky_relu pow square silu gelu tanh elu erf clamp abs "
+    "softplus exp exp2 normalize".split()
+)
+_MASKS = frozenset("tril triu masked_fill where mul".split())
+_PASSED = (
+    _FUNCTIONS
+    | _MASKS
+    | CASTS
+    | VIEWS
+    | COPIES
+    | TRANSPOSES
+    | frozenset("div add sub neg dropout getattr".split())
+)
+_READ = _PASSED | PRODUCTS | ADDING | frozenset(SOFTMAXES)
+#: How far the product of pairs is looked for, in nodes.
+_REACH = 32
+
+
+def without_softmax(node: fx.Node) -> Candidate | None:
+    """A product of values with weights that are made of scores without a softmax."""
+    op = read(node)
+    if op is None or op.name not in PRODUCTS - {"linear"}:
+        return None
+    try:
+        sides = [op.input, op["other"]]
+        if op.name == "einsum":
+            found = equation(op)
+            sides = [found.left, found.right]
+    except Rejected:
+        return None
+    for weights, values in (sides, sides[::-1]):
+        name = _function(weights) if isinstance(weights, fx.Node) else ""
+        if name and not is_transposed(values):
+            why = Reason.IN_BETWEEN.rejected(
+                f"{name}, and no softmax, is between the product of q and k and the product with v",
+                "nothing: fused kernels compute the softmax of the scores",
+            )
+            return Reported(node, why, {"weights": text(tensor(weights))})
+    return None
+
+
+def _function(weights: fx.Node) -> str:
+    """The last function that makes weights of the products of queries and keys; "" of other tensors."""
+    waiting, seen, found = [(weights, "")], {weights}, ""
+    while waiting and len(seen) < _REACH:
+        node, name = waiting.pop(0)
+        op = read(node)
+        if op is None or op.name not in _READ:
+            continue
+        if op.name in SOFTMAXES or (op.name in EXPONENTIALS and weights_of(node) is not None):
+            return ""
+        if op.name in PRODUCTS | ADDING:
+            found = found or (name if _is_of_pairs(op) else "")
+            continue
+        scales = op.name == "mul" and not all(isinstance(side, fx.Node) for side in (op.input, op["other"]))
+        if name not in _FUNCTIONS and (
+            op.name in _FUNCTIONS or (not name and op.name in _MASKS and not scales)
+        ):
+            name = op.name
+        before = tensor(node)
+        for each in node.all_input_nodes:
+            held = tensor(each)
+            if held is None or before is None or each in seen or not held.is_floating_point():
+                continue
+            if known_true(product(held.shape) == product(before.shape)):
+                seen.add(each)
+                waiting.append((each, name))
+    return found
+
+
+def _is_of_pairs(op: Op) -> bool:
+    """Whether a batch of products is that of two lists of vectors, and no linear of each."""
+    if op.name == "einsum":
+        try:
+            found = equation(op)
+        except Rejected:
+            return False
+        summed = [c for c in found.first if c in found.second and c not in found.result]
+        dims = min(len(found.first), len(found.second))
+        return (
+            dims > 2
+            and len(summed) == 1
+            and (summed[0] == found.first[-1]) == (summed[0] == found.second[-1])
+        )
+    left, right = (op["batch1"], op["batch2"]) if op.name == "baddbmm" else (op.input, op["other"])
+    ranks = [value.dim() for value in map(tensor, (left, right)) if value is not None]
+    return len(ranks) == 2 and min(ranks) > 2 and is_transposed(left) != is_transposed(right)

@@ -1,0 +1,47 @@
+"""Adapters that are no two products of matrices, or two of a batch of them: they are only reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .linear_form import form
+
+X = (2, 24, 64)
+
+
+@form(X, "frozen 64x64", (64,), left=(1, 1), reasons=("Fourier", "Fourier"))
+def circulant(x: Any, w: Any, c: Any) -> Any:
+    """C3A: a circulant matrix, whose products are those of spectra."""
+    y = torch.fft.irfft(torch.fft.rfft(x.float()) * torch.fft.rfft(c.float()), n=64)
+    return F.linear(x, w) + y.to(x.dtype)
+
+
+@form(X, "frozen 64x64", (64,), left=(1, 1))
+def convolution_beside_a_residual(x: Any, w: Any, c: Any) -> Any:
+    """As long convolutions add it: no linear is added to it."""
+    y = torch.fft.irfft(torch.fft.rfft(x.float()) * torch.fft.rfft(c.float()), n=64)
+    return F.linear(x + y.to(x.dtype), w)
+
+
+@form(X, "frozen 64x64", (16, 16), left=(2, 2), reasons=("MoRA", "MoRA"))
+def repeated_elements(x: Any, w: Any, m: Any) -> Any:
+    """MoRA, where each number of the narrow result is that of neighbours."""
+    narrow = F.linear(x.view(2, 24, 16, 4).sum(-1), m)
+    return F.linear(x, w) + narrow.repeat_interleave(4, dim=-1)
+
+
+@form((24, 64), "frozen 64x64", (5, 8, 64), (5, 64, 8), lambda: torch.arange(24) % 5, left=(1, 1),
+      reasons=("limit", "limit"))  # fmt: skip
+def adapters_of_each_token(x: Any, w: Any, a: Any, b: Any, which: Any) -> Any:
+    """Tokens name their adapters, whose matrices stand on the left."""
+    return F.linear(x, w) + torch.bmm(b[which], torch.bmm(a[which], x[:, :, None])).squeeze(-1)
+
+
+@form(X, "frozen 8x64", "frozen 128x8", "frozen 8x64", "frozen 128x8", left=(1, 1),
+      reasons=("multiplied by a tensor, and no base", "only to another adapter"))  # fmt: skip
+def gate_of_low_rank(x: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Both linears of a gate are two products of low rank."""
+    return torch.tanh(F.linear(F.linear(x, a), b)) * F.linear(F.linear(x, c), d)

@@ -1,0 +1,58 @@
+"""Losses of all classes, or of probabilities, which are only reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .linear_form import form
+from .losses import HEAD, TWO
+
+_OF_SOFTMAX = ("probabilities", "probabilities")
+
+
+@form(*HEAD, (80, 32), reasons=TWO)
+def distillation(h: Any, w: Any, y: Any, teacher: Any) -> Any:
+    """A sum over all classes."""
+    wanted = F.softmax(F.linear(h.detach(), teacher.detach()), dim=-1)
+    return -(wanted * F.log_softmax(F.linear(h, w), dim=-1)).sum(-1).mean()
+
+
+@form(*HEAD, left=(1, 1), reasons=TWO)
+def entropy(h: Any, w: Any, y: Any) -> Any:
+    logits = F.linear(h, w)
+    return torch.logsumexp(logits, -1) - (torch.softmax(logits, -1) * logits).sum(-1)
+
+
+@form(*HEAD, left=(1, 1), reasons=_OF_SOFTMAX)
+def probabilities_of_labels(h: Any, w: Any, y: Any) -> Any:
+    return -(F.linear(h, w).softmax(-1).gather(-1, y[..., None]) + 1e-6).log().mean()
+
+
+@form(*HEAD, reasons=("of each class", "of each class"))
+def binary_losses(h: Any, w: Any, y: Any) -> Any:
+    return F.binary_cross_entropy_with_logits(F.linear(h, w), F.one_hot(y, 80).to(h.dtype))
+
+
+@form(*HEAD, (2, 12, 1), (2, 12, 9), left=(1, 1), reasons=_OF_SOFTMAX)
+def copied_words(h: Any, w: Any, y: Any, gate: Any, copied: Any) -> Any:
+    """Pointer-generator: a second distribution, of the words of the source, is added before the logarithm."""
+    gate = torch.sigmoid(gate)
+    p = gate * F.softmax(F.linear(h, w), dim=2)
+    mixed = p.scatter_add(2, y[:, None, :9].expand(2, 12, 9), (1 - gate) * copied.softmax(-1))
+    return torch.log(mixed + 1e-6)
+
+
+@form(*HEAD, left=(1, 1), reasons=_OF_SOFTMAX)
+def unlikelihood(h: Any, w: Any, y: Any) -> Any:
+    """What should not be said."""
+    p = F.softmax(F.linear(h, w), -1)
+    return -torch.log((1 - p[..., :10]).clamp(min=1e-4)).sum()
+
+
+@form(*HEAD, left=(1, 1))
+def probabilities_alone(h: Any, w: Any, y: Any) -> Any:
+    """No logarithm: that is no loss of labels."""
+    return (F.softmax(F.linear(h, w), -1) * 0.5)[..., :10].clamp(min=1e-4)

@@ -1,0 +1,145 @@
+"""Weights that multiply elements instead of values, and products of pairs that no softmax normalises."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .form import form
+
+QKV = ((2, 4, 9, 8),) * 3
+
+
+@form((3, 5, 7, 8), (3, 5, 8), (3, 5, 7, 8), fused=0, reasons=("no-product",))
+def views_of_a_ray(k: Any, q: Any, v: Any) -> Any:
+    """Each channel has weights of its own, which are made of differences."""
+    return (torch.softmax(k - q[:, :, None], dim=-2) * v).sum(dim=-2)
+
+
+@form((6, 5, 2, 8), (8, 8), fused=0, reasons=("multiplied elementwise",))
+def pooled_pairs_of_positions(x: Any, w: Any) -> Any:
+    """Genomes: as many weights as elements."""
+    return (x * torch.einsum("bnpd,de->bnpe", x, w).softmax(dim=-2)).sum(dim=-2)
+
+
+@form((4, 9, 8), (8, 8), fused=0, reasons=("weights",))
+def statistics_of_speakers(x: Any, w: Any) -> Any:
+    """Mean and deviation under the same weights; no difference of two attentions."""
+    weights = torch.softmax(torch.tanh(x) @ w, dim=1)
+    mean = (weights * x).sum(dim=1)
+    return torch.cat([mean, ((weights * x**2).sum(dim=1) - mean**2).clamp(min=1e-9).sqrt()], 1)
+
+
+@form((2, 8, 6, 6), fused=0, reasons=("no-product",))
+def expected_disparity(cost: Any) -> Any:
+    return (cost.softmax(1) * torch.arange(8.0).view(1, 8, 1, 1).to(cost.dtype).expand_as(cost)).sum(1)
+
+
+@form((4, 9), (4, 9), fused=0, reasons=())
+def entropy_of_a_router(logits: Any, other: Any) -> Any:
+    """A loss is no pooling."""
+    p = logits.softmax(-1)
+    return -(p * torch.log(p + 1e-6)).sum(-1) + (p * F.log_softmax(other, -1)).sum(-1)
+
+
+@form((4, 9), fused=0, reasons=())
+def gate_of_the_chosen_expert(logits: Any) -> Any:
+    """Nor is the choice of one weight."""
+    return (logits.softmax(-1) * F.one_hot(logits.argmax(-1), 9)).sum(-1)
+
+
+@form(*QKV, fused=0, reasons=("sigmoid, and no softmax",))
+def sigmoid_of_masked_scores(q: Any, k: Any, v: Any) -> Any:
+    scores = q @ k.mT * 8**-0.5 - math.log(9)
+    return torch.sigmoid(scores).masked_fill(torch.ones(9, 9).triu(1).bool(), 0) @ v
+
+
+@form((2, 9, 8), (2, 9, 8), fused=0, reasons=("pow, and no softmax",))
+def gated_attention_unit(q: Any, v: Any) -> Any:
+    return (F.relu(torch.bmm(q, q.transpose(1, 2)) / 9) ** 2).tril() @ v
+
+
+@form(*QKV, fused=0, reasons=("mul, and no softmax",))
+def retention(q: Any, k: Any, v: Any) -> Any:
+    """Decays, and a sum of absolute values that takes no gradient."""
+    distance = torch.arange(9)[:, None] - torch.arange(9)
+    scores = (q @ k.mT) * (0.9**distance).tril().to(q.dtype)
+    return (scores / scores.detach().abs().sum(-1, keepdim=True).clamp(min=1)) @ v
+
+
+@form((2, 9, 4, 8), (2, 9, 4, 8), fused=0, reasons=("silu, and no softmax",))
+def recommender_by_silu(q: Any, v: Any) -> Any:
+    weights = F.silu(torch.einsum("bihd,bjhd->bhij", q, q)) / 9
+    return torch.einsum("bhij,bjhd->bihd", weights, v)
+
+
+@form(*QKV, fused=0, reasons=("exp, and no softmax",))
+def sticks_that_are_broken(q: Any, k: Any, v: Any) -> Any:
+    scores, seen = q @ k.mT * 8**-0.5, torch.ones(9, 9).tril(-1).bool()
+    rest = F.logsigmoid(-scores).masked_fill(~seen, 0)
+    after = rest.flip(-1).cumsum(-1).flip(-1) - rest
+    return (F.logsigmoid(scores).masked_fill(~seen, -1e5) + after).exp() @ v
+
+
+@form(*QKV, fused=0, reasons=())
+def linear_attention(q: Any, k: Any, v: Any) -> Any:
+    """Functions of queries and keys, and none of their products."""
+    return (F.elu(q) + 1) @ ((F.elu(k) + 1).mT @ v)
+
+
+@form((3, 4, 8), (3, 8, 16), (3, 16, 8), fused=0, reasons=())
+def experts(x: Any, w: Any, v: Any) -> Any:
+    """Linears of each sample are no pairs."""
+    return torch.bmm(F.relu(torch.bmm(x, w)), v)
+
+
+@form((3, 4, 8), (3, 16, 8), (3, 8, 16), fused=0, reasons=())
+def experts_turned(x: Any, w: Any, v: Any) -> Any:
+    return torch.bmm(F.relu(torch.bmm(x, w.mT)), v.mT)
+
+
+@form(*QKV, fused=0, reasons=("add is between the exponentials",))
+def two_chunks_of_keys(q: Any, k: Any, v: Any) -> Any:
+    """As online softmax is taught: one maximum and one sum of both."""
+    scores = [q @ keys.mT for keys in (k[:, :, :5], k[:, :, 5:])]
+    largest = torch.maximum(*(s.amax(-1, keepdim=True) for s in scores))
+    first, second = ((s - largest).exp() for s in scores)
+    total = first.sum(-1, keepdim=True) + second.sum(-1, keepdim=True)
+    return (first @ v[:, :, :5] + second @ v[:, :, 5:]) / total
+
+
+@form((10, 8), (8, 3), (10, 3, 8), fused=0, reasons=("topk is between",))
+def router_of_the_largest(x: Any, w: Any, experts: Any) -> Any:
+    scores, chosen = (x @ w).topk(2, dim=-1)
+    gates = torch.zeros(10, 3, dtype=x.dtype).scatter(1, chosen, scores.softmax(-1))
+    return torch.einsum("te,teo->to", gates, experts)
+
+
+@form((2, 48, 10), fused=0, reasons=("no-product",))
+def boxes_of_a_detector(x: Any) -> Any:
+    """The expected distance to each side, by a convolution of size 1."""
+    distances = torch.arange(12.0, dtype=x.dtype).view(1, 12, 1, 1)
+    return F.conv2d(x.view(2, 4, 12, 10).transpose(2, 1).softmax(1), distances).view(2, 4, 10)
+
+
+@form((2, 8, 6, 6), (3, 8, 3, 3), fused=0, reasons=())
+def classes_in_front_of_a_convolution(x: Any, w: Any) -> Any:
+    return F.conv2d(x.softmax(1), w)
+
+
+@form((3, 2, 9, 8), (3,), fused=0, reasons=("only one dim",))
+def mixed_layers(states: Any, w: Any) -> Any:
+    """Speech features: one weight for each layer."""
+    return (w.softmax(0).view(-1, 1, 1, 1) * states).sum(0)
+
+
+@form((5, 8), (8, 12), (8, 12), (144, 8), fused=0, reasons=("topk is between",))
+def keys_of_two_halves(q: Any, first: Any, second: Any, values: Any) -> Any:
+    """A memory of products of keys, whose values are a bag of embeddings."""
+    (s1, i1), (s2, i2) = ((q @ k).topk(4, -1) for k in (first, second))
+    scores, chosen = (s1[:, :, None] + s2[:, None]).flatten(1).topk(4, -1)
+    rows = (i1[:, :, None] * 12 + i2[:, None]).flatten(1).gather(1, chosen)
+    return F.embedding_bag(rows, values, per_sample_weights=scores.softmax(-1), mode="sum")

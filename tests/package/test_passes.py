@@ -40,7 +40,8 @@ TOGGLES = {
     "qkv": False, "gated_mlp": False, "linear_epilogue": False, "max": "3", "skip": "another",
     "lora": False, "flex_backward": False, "stored_indices": False, "outer_product_linear": False,
     "linear_cross_entropy": False, "dot_interaction": False, "kernel_defects": False,
-    "product_diagonal": False, "estimate": False, "plugins": False, "measure": True, "measure_budget": "7",
+    "product_diagonal": False, "norm_linear": False, "estimate": False, "plugins": False, "measure": True,
+    "measure_budget": "7",
     "returned_logits": "detached", "policy": "always", "empty_rows": "ignore", "strict": True,
 }  # fmt: skip
 

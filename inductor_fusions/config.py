@@ -47,7 +47,7 @@ gated_mlp: bool = Config(default=switch("INDUCTOR_FUSIONS_GATED_MLP", True))
 #: Fuse a linear and the activation after it to one kernel, and linears of up to 16 rows.
 linear_epilogue: bool = Config(default=switch("INDUCTOR_FUSIONS_LINEAR_EPILOGUE", True))
 
-#: Apply an RMSNorm in the kernels of the linears of up to four rows that read it.
+#: Apply an RMSNorm in the kernels of the linears of one row that read it.
 norm_linear: bool = Config(default=switch("INDUCTOR_FUSIONS_NORM_LINEAR", True))
 
 #: Compute the backward of flex attention by library GEMMs, for wide heads.

@@ -5,7 +5,8 @@ four rows read the whole input in every thread block, so each of them can add up
 
     y = rsqrt(mean(x * x) + eps) * ((x * gain) @ W)
 
-The linears are those that `linear_epilogue`, `qkv` and `gated_mlp` have made kernels of.
+The linears are those that `linear_epilogue`, `qkv` and `gated_mlp` have made kernels of. One row was
+measured; more are fused under the policy "always" alone.
 """
 
 from __future__ import annotations
@@ -162,10 +163,13 @@ class NormedLinears(Candidate):
     def guard(self) -> None:
         if self.others:
             raise Rejected(guards.read_elsewhere("the result of the norm", self.others))
-        if config.policy != "always" and not _is_stored(self.norm.x):
-            raise Reason.NOT_FASTER.left_to_stock(
-                "stock computes the input of the norm in the kernel of the norm, which would stay"
-            )
+        if config.policy != "always":
+            if any(value(_call(node).a[0]).shape[0] != 1 for node in self.calls):
+                raise Reason.NOT_MEASURED.left_to_stock("only norms of one row were measured")
+            if not _is_stored(self.norm.x):
+                raise Reason.NOT_FASTER.left_to_stock(
+                    "stock computes the input of the norm in the kernel of the norm, which would stay"
+                )
         if max_autotune():
             raise Reason.NOT_FASTER.left_to_stock(
                 "autotuning compares the kernels of the linears with stock's, which have no norm"
@@ -224,7 +228,7 @@ def _takes(node: fx.Node, result: fx.Node) -> bool:
 FUSION = Fusion(
     name="norm_linear",
     stage="post_grad",
-    summary="an RMSNorm in front of linears of up to four rows, inside their kernels",
+    summary="an RMSNorm in front of linears of one row, inside their kernels",
     after=("linear_epilogue", "qkv", "gated_mlp", "lora"),
 )
 

@@ -182,6 +182,14 @@ def test_profitable(name: str) -> None:
     assert seen.codes("norm_linear") == ["not-faster"] * (not fused)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_measured_rows(rows: int) -> None:
+    model = Around(BEFORE["input"][0]).to(BF16).requires_grad_(False)
+    args = rand(rows, 2048, grad=False), rand(rows, 2048, grad=False)
+    seen = run(model, args, policy="profitable")
+    assert seen.codes("norm_linear") == ["not-measured"] * (rows - 1)
+
+
 def test_autotuned() -> None:
     seen = run(
         model(Llama(), Linears(64, [96, 32])), (rand(1, 64, grad=False),), inductor={"max_autotune": True}

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from inductor_fusions import _inductor, config, operands, testing
-from inductor_fusions.fusions.dot_interaction import recognise
+from inductor_fusions.fusions.dot_interaction import triangles
 from tests.block_mm.support import rand, run
 from tests.support.arguments import named
 
@@ -217,7 +217,7 @@ def test_indices_in_a_dtype_that_cuts_them_off() -> None:
     for source, known in ((made, True), (steps[-1], False)):
         index = graph.call_function(operator.getitem, (source, 0))
         index.meta["example_value"] = torch.zeros(3, dtype=torch.int64)
-        assert (recognise._content(index) is not None) == known
+        assert (triangles._content(index) is not None) == known
 
 
 def test_holds() -> None:

@@ -64,6 +64,16 @@ def square(count: int, train: bool = True) -> Tensors:
     return [leaf(WIDTH, WIDTH, grad=train), *(frozen(WIDTH, WIDTH) for _ in range(count))]
 
 
+def one_row() -> Tensors:
+    """An input of one row, a vector for its norm, and a weight."""
+    return [frozen(1, WIDTH), frozen(WIDTH), frozen(WIDTH, WIDTH)]
+
+
+def normed(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    """An RMSNorm."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * gain
+
+
 def leaves(*shapes: tuple[int, ...]) -> Tensors:
     return [leaf(*shape) for shape in shapes]
 
@@ -249,6 +259,10 @@ CASES = {
     ),
     "gathers": Case(
         "stored_indices", layers_of_gathers, lambda: [leaf(8, 40, 24)], lambda x: layers_of_gathers(x, 1),
+    ),
+    "normed": Case(
+        "norm_linear", lambda x, gain, w: F.linear(normed(x, gain), w), one_row,
+        lambda x, gain, w: (y := normed(x, gain), F.linear(y, w)), Reason.USED_ELSEWHERE, rows=(),
     ),
     "diagonal": Case(
         "product_diagonal", lambda a, b: torch.diagonal(a @ b.t()) + 1, lambda: leaves((16, 24), (16, 24)),

@@ -58,7 +58,8 @@ class Call:
         wide: the numbers of the outputs that are float32 instead, with commas between.
         decided: for how many rows a kernel was decided on, whose gain is not asked for again; 0: it was not.
         eps: of the RMSNorm (arXiv:1910.07467) that the input of each group's first product still has to go
-            through: x * rsqrt(mean(x * x) + eps), times `gain + shift`. None: there is no norm.
+            through: x * rsqrt(mean(x * x) + eps), times `gain + shift`. None: there is no norm. With one, the
+            operation has no gradient: graphs get it after autograd.
         gain: a vector of K elements, or None.
     """
 

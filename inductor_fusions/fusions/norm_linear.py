@@ -27,7 +27,7 @@ from ..block_mm.op import BLOCK_MM, Call
 from ..fusion import Candidate, Fusion, Rejected, Scope
 from ..graph import torch_ops
 from ..graph.builder import Builder, substitute
-from ..graph.dims import is_over_last
+from ..graph.dims import is_over_last, reduced
 from ..graph.products import (
     CASTS,
     MUL,
@@ -77,7 +77,9 @@ def norm_of(rsqrt: fx.Node) -> Norm | None:
     """
     mean, eps = _shifted(rsqrt.args[0])
     op = torch_ops.read(mean)
-    if op is None or op.name != "mean" or not is_over_last(op) or eps <= 0 or len(rsqrt.users) != 1:
+    if op is None or op.name != "mean" or not (is_over_last(op) and reduced(op)[1]) or eps <= 0:
+        return None
+    if len(rsqrt.users) != 1:
         return None
     (square,), (product,) = mean.all_input_nodes, rsqrt.users
     wide = _squared(square)
@@ -192,20 +194,23 @@ def _call(node: fx.Node) -> Call:
     return Call(*given)
 
 
-def _is_stored(node: fx.Node) -> bool:
-    """Whether a value is in memory without a kernel of its own: an input, or the result of a product.
+def _is_stored(x: fx.Node) -> bool:
+    """Whether the input of a norm is in memory without a kernel of its own.
 
-    Pointwise operations behind a kernel of `block_mm` are in that kernel.
+    It is if it is an input of the graph or the result of a product. Pointwise operations that alone read a
+    result of `block_mm` are in the kernel of that.
     """
-    if not is_pointwise(node):
-        return node.op != "call_function" or kind(node).kernel
-    waiting = [node]
+    if x.op != "call_function" or kind(x).kernel:
+        return True
+    waiting = [x]
     while waiting:
-        for source in waiting.pop().all_input_nodes:
-            if len(source.users) == 1 and (is_pointwise(source) or source.target in RESHAPES):
-                waiting.append(source)
-            elif source.target is operator.getitem and source.all_input_nodes[0].target is BLOCK_MM:
-                return len(source.users) == 1
+        node = waiting.pop()
+        if node is not x and len(node.users) > 1:
+            continue
+        if node.target is operator.getitem and node.all_input_nodes[0].target is BLOCK_MM:
+            return True
+        if is_pointwise(node) or node.target in RESHAPES:
+            waiting += node.all_input_nodes
     return False
 
 

@@ -228,6 +228,7 @@ def errors(name: str) -> float:
         found = BLOCK_MM(*plain, 0, eps, gain, shift)
         return [torch.relu(y) * 2 + 1 for y in found] if case.tail else found
 
+    # Not the tiles of a table, which has some for 3 rows.
     heuristics.tiles = lambda *_: None  # type: ignore[assignment]
     configurations.default = lambda problem, arch: case.config  # type: ignore[assignment]
     lowering.FARTHEST = 0 if case.far else 2**40

@@ -134,6 +134,13 @@ def test_no_norm(norm: Callable[..., Any]) -> None:
     assert seen.fused("linear_epilogue") == 1 and seen.fused("norm_linear") == 0
 
 
+def test_a_mean_without_its_dim() -> None:
+    """Each row is multiplied by those of all rows: the result is larger than the input."""
+    args = rand(2, 1, 64, grad=False), rand(96, 64, grad=False)
+    seen = check(lambda x, w: F.linear(x * torch.rsqrt(x.square().mean(-1) + 1e-5), w), args, budget=3.0)
+    assert seen.fused("linear_epilogue") == 1 and seen.fused("norm_linear") == 0
+
+
 def test_a_vector_of_each_row() -> None:
     """Not a weight: it differs from row to row."""
     norm, linear = Plain(), nn.Linear(64, 96).to(BF16)
@@ -164,6 +171,7 @@ class Around(nn.Module):
 
 BEFORE: dict[str, tuple[Callable[..., Any], bool]] = {
     "behind a linear": (lambda x, y, norm, linear: x + linear(y), True),
+    "result of a linear": (lambda x, y, norm, linear: linear(y), True),
     "behind a norm": (lambda x, y, norm, linear: x + norm(linear(y)), False),
     "sum": (lambda x, y, norm, linear: x + y, False),
     "input": (lambda x, y, norm, linear: x, True),

@@ -12,7 +12,7 @@ import pytest
 from bench import dot_interaction, loss_head, outer_product
 from bench import outer_product_tiles as tiles
 from inductor_fusions.decisions.problems import SECTIONS
-from tests.support.processes import start
+from tests.support.processes import quick_rows
 
 ROWS = [
     *((dot_interaction, kind, 8, train, 8, 5) for kind in dot_interaction.ALONE for train in (False, True)),
@@ -110,9 +110,5 @@ def test_tiles_in_force_are_among_the_candidates(size: int) -> None:
 @pytest.mark.slow
 def test_tiles_are_compared_and_timed(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    out = tmp_path / "tiles.json"
-    command = ("-m", "bench.outer_product_tiles", "--quick", "--device", "cpu", "--out", str(out))
-    done = start(*command, TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(out.read_text())["rows"]
+    (row,) = quick_rows("outer_product_tiles", tmp_path)
     assert len(row["times_us"]) == 2 and not row["skipped"] and row["gain"] >= 1.0, row

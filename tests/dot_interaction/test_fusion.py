@@ -357,7 +357,10 @@ def test_left_alone(name: str) -> None:
 @pytest.mark.parametrize("factor", [0.0, float("inf")])
 def test_products_that_become_infinite(factor: float) -> None:
     """All of their gradients are NaN, also those of products that are not selected."""
-    divided = lambda x, t: (products(t) / factor)[:, LI, LJ]  # noqa: E731
+
+    def divided(x: Any, t: Any) -> Any:
+        return (products(t) / factor)[:, LI, LJ]
+
     assert not testing.capture(divided, *operands(), backend=testing.EAGER_AFTER_PASSES).fused
 
 

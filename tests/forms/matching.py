@@ -33,31 +33,14 @@ def matching_channels_first(query: Any, key: Any, value: Any) -> Any:
     return einsum("bhnm,bdhm->bdhn", prob, v).contiguous().view(2, 16, -1)
 
 
-@form(
-    (2, 20, 16),
-    (2, 24, 16),
-    fused=0,
-    reasons=(
-        "in-between",
-        "in-between",
-    ),
-)
+@form((2, 20, 16), (2, 24, 16), fused=0, reasons=("in-between", "in-between"))
 def dual_softmax(a: Any, b: Any) -> Any:
     """A product of two softmaxes is no attention."""
     sim = a @ b.transpose(1, 2) / 0.1
     return (sim.softmax(1) * sim.softmax(2)) @ b
 
 
-@form(
-    (2, 5, 16),
-    (2, 20, 16),
-    (2, 20, 16),
-    fused=0,
-    reasons=(
-        "in-between",
-        "in-between",
-    ),
-)
+@form((2, 5, 16), (2, 20, 16), (2, 20, 16), fused=0, reasons=("in-between", "in-between"))
 class Slots(nn.Module):
     """Slots compete: softmax over the slots, then normalised over the tokens."""
 

@@ -11,9 +11,10 @@ from .form import QKV, form, scored
 einsum = torch.einsum
 
 
-def exponentials(q: Any, k: Any) -> Any:
+def exponentials(q: Any, k: Any, dim: int = -1) -> Any:
+    """Of scores less the largest along a dim: -1 is that of the keys."""
     s = scored(q, k)
-    return torch.exp(s - torch.max(s, dim=-1, keepdim=True)[0])
+    return torch.exp(s - torch.max(s, dim=dim, keepdim=True)[0])
 
 
 @form(*QKV)
@@ -50,8 +51,7 @@ def exponentials_as_they_are(q: Any, k: Any, v: Any) -> Any:
 
 @form(*QKV, fused=0, reasons=("range",))
 def exponentials_less_the_largest_of_queries(q: Any, k: Any, v: Any) -> Any:
-    s = scored(q, k)
-    e = (s - s.amax(-2, keepdim=True)).exp()
+    e = exponentials(q, k, -2)
     return (e / e.sum(-1, keepdim=True)) @ v
 
 
@@ -122,8 +122,7 @@ def exponentials_that_are_returned(q: Any, k: Any, v: Any) -> Any:
 
 @form(*QKV, fused=0, reasons=("no-product",))
 def exponentials_over_the_queries(q: Any, k: Any, v: Any) -> Any:
-    s = scored(q, k)
-    e = (s - s.amax(-2, keepdim=True)).exp()
+    e = exponentials(q, k, -2)
     return (e / e.sum(-2, keepdim=True)) @ v
 
 

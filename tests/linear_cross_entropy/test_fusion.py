@@ -254,8 +254,11 @@ def test_label_out_of_bounds_of_log_probabilities(loss: Function, label: int) ->
 def test_labels_of_take_along_dim_are_modulo_the_classes(label: int) -> None:
     h, labels = operands()
     labels[0, 2], labels[1, 5] = label, label
-    fn = lambda logits, labels: torch.take_along_dim(logits.log_softmax(-1), labels[..., None], -1)  # noqa: E731
-    check(Head(fn), (h, labels))
+
+    def picked(logits: Any, labels: Any) -> Any:
+        return torch.take_along_dim(logits.log_softmax(-1), labels[..., None], -1)
+
+    check(Head(picked), (h, labels))
 
 
 def test_hidden_states_are_used_elsewhere() -> None:

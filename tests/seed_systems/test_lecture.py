@@ -19,7 +19,7 @@ from inductor_fusions import config
 from inductor_fusions.fusions import dot_interaction, outer_product_linear
 from tests import blocks
 from tests.seed_systems.support import QUICK, check, fused_on, launched, written
-from tests.support.processes import start
+from tests.support.processes import quick_rows, start
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -180,11 +180,7 @@ def test_L4_adapter_of_an_mlp(rank: int, train: bool, device: torch.device) -> N
 def test_L5_measurement(tmp_path: Path) -> None:
     """bench.whole_mlp runs: the kernel of a whole MLP is right, in Triton's interpreter."""
     pytest.importorskip("triton")
-    out = tmp_path / "out.json"
-    command = ("-m", "bench.whole_mlp", "--quick", "--device", "cpu", "--out", str(out))
-    done = start(*command, TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr
-    whole, first = json.loads(out.read_text())["rows"]
+    whole, first = quick_rows("whole_mlp", tmp_path)
     assert whole["error"]["whole"] < 1e-6 and not whole["wrong"] and not whole["skipped"]
     # One kernel moves the hidden layer never, an epilogue twice, two kernels four times.
     layer = 4 * whole["tokens"] * whole["hidden"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,6 +20,16 @@ def start(
     env = {**os.environ, "PYTHONPATH": path, **variables}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+def quick_rows(script: str, folder: Path) -> list[dict[str, Any]]:
+    """The rows of a script of `bench` at small sizes, whose kernels run in Triton's interpreter."""
+    out = folder / "rows.json"
+    command = ("-m", f"bench.{script}", "--quick", "--device", "cpu", "--out", str(out))
+    done = start(*command, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
+    return rows
 
 
 def leave() -> NoReturn:

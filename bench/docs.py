@@ -4,12 +4,12 @@
     python -m bench.docs --check    # exit status 1 if one of them is stale
 
 Every figure comes from bench/results/*.json. Missing files and columns are left out.
-`models_*.json` are files of bench.models, `lora_models_*.json` of bench.models_lora, `bench_*.json` of
-`inductor_fusions bench`; `attention_*.json`, `flex_*.json`, `projections_*.json` and `lora_*.json` of the
-scripts bench.tune_*; `outer_product_*.json`, `dot_interaction_*.json`, `decode_attention_*.json`,
-`loss_head_*.json`, `guards_*.json`, `steps_*.json`, `generate_*.json`, `whole_mlp_*.json`,
-`mlp_training_*.json`, `convergence_*.json` and `distributed_*.json` of scripts of these names; `fuzz_*.json`
-of tests.fuzz, `load_cpu.json` of tests.load, `sanitizer_*.json` of tests.gpu.sanitize.
+`models_*.json` and `widths_*.json` are files of bench.models, `lora_models_*.json` of bench.models_lora,
+`bench_*.json` of `inductor_fusions bench`; `attention_*.json`, `flex_*.json`, `projections_*.json` and
+`lora_*.json` of the scripts bench.tune_*; `outer_product_*.json`, `dot_interaction_*.json`,
+`decode_attention_*.json`, `loss_head_*.json`, `guards_*.json`, `steps_*.json`, `generate_*.json`,
+`whole_mlp_*.json`, `mlp_training_*.json`, `convergence_*.json` and `distributed_*.json` of scripts of these
+names; `fuzz_*.json` of tests.fuzz, `load_cpu.json` of tests.load, `sanitizer_*.json` of tests.gpu.sanitize.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bench.docs_linears import (
     lora_summary,
     projections_section,
 )
-from bench.docs_models import models_section, readme_table, summary
+from bench.docs_models import LEVEL, MORE, models_section, readme_table, summary
 from bench.docs_operations import (
     attention_section,
     bench_section,
@@ -49,7 +49,7 @@ README_RESULTS = "models_h200.json"
 README_ADAPTERS = "lora_models_h200.json"
 #: The device of the plots, as files name it.
 PLOTTED = "h200"
-PREFACE = """# Performance
+PREFACE = f"""# Performance
 
 All measurements, including the cases that are slower. [measuring.md](measuring.md) says how to repeat them.
 
@@ -69,7 +69,8 @@ All measurements, including the cases that are slower. [measuring.md](measuring.
 - All variants of a case run in one process, in interleaved blocks whose order rotates. Times are medians;
   the spread after ± is half of both interquartile ranges, added in quadrature. Models have real
   configurations and random weights. A training case is a forward and a backward without the optimizer.
-  Memory is the peak of a step beyond weights and inputs.
+  Memory is the peak of a step beyond weights and inputs. Ratios within {LEVEL:.0%} of 1 count as level, and
+  memory and compile time are listed as more if they exceed stock's by more than {MORE - 1:.0%}.
 """
 
 
@@ -82,6 +83,7 @@ models. Open it from a checkout."""
 #: What is written of which results, in this order.
 SECTIONS: dict[str, Callable[[Json], str]] = {
     "models_*.json": models_section,
+    "widths_*.json": partial(models_section, title="Two layers of models whose widths few tables have"),
     "steps_*.json": steps_section,
     "generate_*.json": generate_section,
     "bench_*.json": bench_section,
@@ -102,6 +104,7 @@ SECTIONS: dict[str, Callable[[Json], str]] = {
 #: Sections that are in docs/performance.md, with their parts; the rest is in docs/measurements.html alone.
 SHOWN = {
     "models_*.json": ("Time", "Where it loses or ties"),
+    "widths_*.json": ("Where it loses or ties",),
     "steps_*.json": (),
     "generate_*.json": (),
     "lora_models_*.json": (),

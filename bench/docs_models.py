@@ -191,7 +191,7 @@ def summary(data: Json) -> str:
     return f"{data.get('device', '?')}, {str(data.get('date', '?'))[:10]}: {tally(data['rows'])}"
 
 
-def models_section(data: Json) -> str:
+def models_section(data: Json, title: str = "Whole models") -> str:
     """Every case of a file of bench.models."""
     rows: list[Json] = data["rows"]
     adapters = any("frozen" in (row.get("median_ms") or {}) for row in rows)
@@ -206,9 +206,9 @@ def models_section(data: Json) -> str:
         "Where it loses or ties": _losses, "Sites left to stock, and rejected": _left,
         "What was emitted": _emitted,
     }  # fmt: skip
-    for title, tell in told.items():
-        parts += [f"### {title}", tell(rows)]
-    return section("Whole models with adapters" if adapters else "Whole models", data, *parts)
+    for part, tell in told.items():
+        parts += [f"### {part}", tell(rows)]
+    return section("Whole models with adapters" if adapters else title, data, *parts)
 
 
 def _times(rows: Sequence[Json]) -> str:
@@ -293,10 +293,7 @@ def _losses(rows: Sequence[Json]) -> str:
         found = [(str(row["name"]), text) for row in rows if (text := test(row)) is not None]
         said = "; ".join(f"{name} ({text})" for name, text in found) or "none"
         lines.append(f"- {title}: {said}.")
-    note = (
-        f"Ratios within {LEVEL:.0%} of 1 count as level. Memory and compile time are listed if they exceed "
-    )
-    return note + f"stock's by more than {MORE - 1:.0%}.\n\n" + "\n".join(lines)
+    return "\n".join(lines)
 
 
 def _failed(row: Json) -> str | None:

@@ -103,15 +103,16 @@ def header(data: Json) -> str:
         for name in ("torch", "triton", "transformers", "inductor_fusions", "python", "cuda", "cudnn")
         if data.get(name) is not None
     ]
-    lines = [f"- device: {data.get('device', '?')}", f"- versions: {', '.join(versions)}"]
     clocks = data.get("clocks_mhz") or {}
     if clocks.get("sm", 0) < clocks.get("max.sm", 0) / 2:  # read while the device was idle
         clocks = {name: value for name, value in clocks.items() if name.startswith("max.")}
+    facts = [f"device: {data.get('device', '?')}", f"versions: {', '.join(versions)}"]
     if clocks:
-        lines.append("- clocks in MHz: " + ", ".join(f"{name} {value}" for name, value in clocks.items()))
+        facts.append("clocks in MHz: " + ", ".join(f"{name} {value}" for name, value in clocks.items()))
     date = data.get("date", "?")
     commit = data.get("commit")
-    lines.append(f"- commit of the last run: {commit}, {date}" if commit else f"- date: {date}")
+    facts.append(f"commit of the last run: {commit}, {date}" if commit else f"date: {date}")
+    lines = [f"- {'; '.join(facts)}"]
     commands = [c for c in (*data.get("previous_commands", ()), data.get("command")) if c]
     # Where the file lay on the machine that measured it says nothing here.
     commands = [re.sub(r"(?<=\s)/\S*/", "", command) for command in commands]

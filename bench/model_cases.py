@@ -5,6 +5,7 @@ Models have the real configurations of `configs/models/` and random weights.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import dataclass, replace
@@ -171,6 +172,23 @@ CASES = [
     named("t5-base padded b16 s512 reduce-overhead"),
     named("whisper-small eager b8 reduce-overhead"),
     named("vit-base eager b64 train"),
+]
+
+#: Two layers of models, most of whose widths no table has.
+MODELS_OF_WIDTHS = (
+    "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-4b", "llama-3b", "phi3-mini", "gemma2",
+    "olmo2-7b", "mistral-nemo", "smollm-360m", "starcoder2-3b",
+)  # fmt: skip
+#: From one token to 8,192, in inference and in training.
+LOADS = (
+    "b1 s1", "b2 s1024 train", "b1 s128", "b16 s1", "b1 s8192", "b8 s127 train", "b3 s333", "b1 s2048 train",
+    "b4 s4", "b2 s2048", "b1 s64", "b1 s4096 train",
+)  # fmt: skip
+#: Each model under every fourth load, once with each attention.
+WIDTHS = [
+    named(f"widths {model} {attn} {load}", model=f"{model}-2l")
+    for i, model in enumerate(MODELS_OF_WIDTHS)
+    for attn, load in zip(itertools.cycle(("sdpa", "eager")), (LOADS * 2)[i % 4 : i % 4 + 12 : 4])
 ]
 
 

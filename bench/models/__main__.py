@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import inductor_fusions
 from bench import models, tuning
 from bench.common import Budget, own_settings
-from bench.model_cases import CASES, Case, quick_case
+from bench.model_cases import CASES, WIDTHS, Case, quick_case
 from bench.models.measure import Settings, work
 from bench.models.report import describe
 from bench.models.variants import AUTOTUNED, MARKERS, wanted_variants
@@ -72,4 +72,4 @@ def command(module: str, doc: str | None, cases: Sequence[Case]) -> None:
 
 
 if __name__ == "__main__":
-    command("bench.models", models.__doc__, CASES)
+    command("bench.models", models.__doc__, (*CASES, *WIDTHS))

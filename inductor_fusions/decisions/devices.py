@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from . import machine, tables
-from .problems import FEW_ROWS, SINGLE_ROWS, Row
+from .problems import FEW_ROWS, SINGLE_ROWS, Row, Section
 from .tables import Table
 
 
@@ -124,6 +124,12 @@ class Source:
     def is_alike(self) -> bool:
         """Whether kernels that were tuned there compile to the same code and fit here."""
         return self.whose is None or self.of is None or self.whose.capability == self.of.capability
+
+    def fills(self, section: Section, wanted: Row, row: Row, kernel: str) -> float:
+        """What a kernel gains more than in a row by how a problem fills the device: a logarithm."""
+        devices = (self.of or known(self.name), wanted), (self.whose or known(self.name), row)
+        here, there = (section.fills(r, kernel, d.multiprocessors) if d else 0.0 for d, r in devices)
+        return here - there
 
     @property
     def shift(self) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .filling import blocks, waves
 from .schema import (
     ACCUMULATE,
     BLOCK_MM,
@@ -69,6 +70,8 @@ class Section:
         doubt: of an estimate for a problem: the standard deviation of the logarithm of its gain.
         each: the same for each doubling of distance.
         gains: whether rows have gains; else they have only tiles.
+        fills: what a kernel gains by how it fills a device, given a problem, the kernel and the number of
+            multiprocessors: a logarithm, which estimates correct the gains of rows by.
     """
 
     name: str
@@ -85,6 +88,7 @@ class Section:
     measured: Mapping[str, Check] = field(default_factory=dict)
     needed: tuple[str, ...] = ()
     gains: bool = True
+    fills: Callable[[Row, str, int], float] = lambda row, kernel, processors: 0.0
 
     def check(self, row: Any) -> None:
         """Refuse an object that is no row of this section."""
@@ -151,6 +155,12 @@ def _attention_doubt(row: Row) -> float:
     return (0.06 if row["train"] else 0.02) * max(0.0, 24.0 - scores)
 
 
+def _attention_fills(row: Row, kernel: str, processors: int) -> float:
+    if kernel != "sdpa":
+        return 0.0
+    return blocks(row["batch"] * row["heads"], row["q_len"], row["kv_len"], row["train"], processors)
+
+
 def _adapter_products(row: Row) -> list[int]:
     """K of the products of a grouped GEMM that belong to adapters: much smaller than that of the others."""
     inner = row["k"] or []
@@ -187,6 +197,12 @@ def _rows(row: Row) -> tuple[float, float]:
     """The number of tokens, and in front of it a number for the kernels that exist for so many."""
     tokens = row["tokens"]
     return 1 if tokens <= SINGLE_ROWS else 2 if tokens <= FEW_ROWS else 4, tokens
+
+
+def _block_fills(row: Row, kernel: str, processors: int) -> float:
+    # Rows of gradients of weights are compared by their widths.
+    many = row["tokens"] > FEW_ROWS and row.get("kind") != "shared_b"
+    return waves(row["tokens"], row["outer" if "outer" in row else "n"], processors) if many else 0.0
 
 
 def _lora_same(row: Row) -> tuple[Hashable, ...]:
@@ -237,7 +253,7 @@ SECTIONS: Mapping[str, Section] = {
                 mask=is_text, train=is_flag,
             ),
             _attention_same, _attention_sizes, (1.0, 0.5, 1.0, 0.5), along="", reach=8.0,
-            doubt=_attention_doubt, each=0.05,
+            doubt=_attention_doubt, each=0.05, fills=_attention_fills,
             may=_TF32,
             measured=dict(
                 gain=is_gains, options=is_options, gemm_backward=is_count, visible=is_gain,
@@ -269,6 +285,7 @@ SECTIONS: Mapping[str, Section] = {
                 layout=list_of(lambda v: v in ("nn", "nt", "tn", "tt")), dtype=is_dtype, tokens=is_size,
             ),
             _block_same, _block_sizes, (1.0, 0.7, 0.7, 2.0, 2.0, 0.5, 1.0, 0.7), reach=4.0,
+            fills=_block_fills,
             may={"activation": (is_text, ""), "groups": (list_of(is_count), [])},
             measured={"gain": is_gain, "config": maybe(BLOCK_MM), "capability": list_of(is_count)},
             needed=("gain", "config"),
@@ -280,6 +297,7 @@ SECTIONS: Mapping[str, Section] = {
                 dtype=is_dtype, adapters=is_dtype, layout=is_layout, tokens=is_size,
             ),
             _lora_same, _lora_sizes, (1.0,) * 5, may=_TF32, measured=_GAIN, needed=("gain",),
+            fills=_block_fills,
         ),
         Section(
             "lora_sums",

@@ -197,6 +197,34 @@ def test_ranks_of_narrow_products_are_far_apart(shelf: Callable[..., None]) -> N
         assert (decide(Query("narrow_mm", wanted), CUDA).kernel is not None) == chosen, rank
 
 
+def test_results_of_one_wave_more(shelf: Callable[..., None]) -> None:
+    """144 tiles of 128 x 256 take two waves on 132 multiprocessors; the library's 132 of 192 x 192 one."""
+    shelf(
+        **{H100: rows(({"outer": [2048], "tokens": 2048}, 1.15), ({"outer": [2560], "tokens": 2048}, 1.15))}
+    )
+    for outer, chosen in (([1920], True), ([2304], False)):
+        wanted = lora(outer=outer, tokens=2048)
+        assert (decide(wanted, CUDA).kernel is not None) == chosen, outer
+
+
+def test_attention_of_few_thread_blocks(shelf: Callable[..., None]) -> None:
+    """One head on an H100: scores that are materialised have a thread block for each tile of them."""
+    row = {"batch": 4, "head_dim": 64, "dtype": "bfloat16", "mask": "none", "kv_len": 1024, "q_len": 1024}
+    known = [
+        {**row, "heads": heads, "train": train, "gain": {"sdpa": 1.5}}
+        for heads in (8, 16)
+        for train in (False, True)
+    ]
+    shelf(**{H100: {"attention": known}})
+    for heads, keys, train, chosen in (
+        (4, 1024, False, True), (1, 1024, False, False), (4, 1024, True, True), (4, 256, False, True),
+        (4, 256, True, False),
+    ):  # fmt: skip
+        wanted = {**row, "heads": heads, "kv_len": keys, "train": train}
+        found = decide(Query("attention", wanted, ("sdpa",)), CUDA)
+        assert (found.kernel is not None) == chosen, (heads, keys, train)
+
+
 def test_what_is_in_doubt_is_left_to_stock(shelf: Callable[..., None]) -> None:
     """Neighbours that do not agree; and one that gains too little, and is far."""
     shelf(**{H100: rows(({"inner": [2048]}, 2.0), ({"inner": [8192]}, 0.7))})

@@ -379,9 +379,9 @@ def test_header_tells_commit_and_clocks() -> None:
     made = environment("cpu", "bench.some_script")
     assert {"device", "torch", "commit", "clocks_mhz", "date", "command"} <= set(made)
     shown = docs_pieces.header({**made, "commit": "abc", "clocks_mhz": {"sm": 1980, "max.sm": 1980}})
-    assert "- commit of the last run: abc" in shown and "- clocks in MHz: sm 1980, max.sm 1980" in shown
+    assert "; commit of the last run: abc" in shown and "; clocks in MHz: sm 1980, max.sm 1980" in shown
     idle = docs_pieces.header({"clocks_mhz": {"sm": 345, "max.sm": 1980, "mem": 2619}})
-    assert "- clocks in MHz: max.sm 1980\n" in idle, "idle clocks are not those of the measurements"
+    assert "; clocks in MHz: max.sm 1980; date" in idle, "idle clocks are not those of the measurements"
     assert "clocks" not in docs_pieces.header({"device": "a device"})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ import inductor_fusions
 from inductor_fusions import _inductor, config, reporting
 from inductor_fusions.driver import attempts, containment, recovery, trials, unfusing
 from inductor_fusions.driver.passes import FusionPass
-from inductor_fusions.fusion import Candidate, Fusion
+from inductor_fusions.fusion import Candidate, Fusion, Scope, nodes_of
 from tests.support import faults
 from tests.support.faults import Fault, compile_fx
 
@@ -393,12 +393,17 @@ class Again(Candidate):
         return "again"
 
 
-def cosines(graph: torch.fx.Graph) -> Iterator[Candidate]:
-    for i, node in enumerate(graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)):
-        yield Again(node, i)
+def again(name: str, function: Any, **options: Any) -> Fusion:
+    """A fusion of every call of a function, each with its number."""
+    found = Fusion(name, "post_grad", "again", **options)
 
+    @found.group(lambda: [function])
+    def read(scope: Scope, matches: Sequence[Any]) -> Iterator[Candidate]:
+        for i, node in enumerate(nodes_of(matches)):
+            if "ordinal" not in node.meta:
+                yield Again(node, i)
 
-COSINES = Fusion("cosines", "post_grad", "cosines", cosines)
+    return found
 
 
 def sines(x: torch.Tensor) -> torch.Tensor:
@@ -409,7 +414,7 @@ def sines(x: torch.Tensor) -> torch.Tensor:
 def test_sites_of_a_backward(stage: str, failed: list[int]) -> None:
     """The one that is to blame is found where the compile raises; all of its kernel go where a call does."""
     x, y = (torch.linspace(0.1, 1, 8).requires_grad_() for _ in range(2))
-    hook = FusionPass("post_grad", (COSINES,))
+    hook = FusionPass("post_grad", (again("cosines", torch.ops.aten.cos.default),))
     with (
         torch._inductor.config.patch(post_grad_custom_pre_pass=hook),
         Fault(stage, lambda node: node.meta.get("ordinal") == 1, backward=True).inject() as fault,
@@ -421,22 +426,16 @@ def test_sites_of_a_backward(stage: str, failed: list[int]) -> None:
     assert verdicts() == ["failed" if i in failed else "fused" for i in range(3)]
 
 
-def sines_of(graph: torch.fx.Graph) -> Iterator[Candidate]:
-    for i, node in enumerate(graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)):
-        if "ordinal" not in node.meta:
-            yield Again(node, i)
-
-
 @pytest.mark.parametrize("guilty", ["other", "guard"])
 def test_what_protects_stays(guilty: str) -> None:
     """What keeps a graph from a wrong kernel runs where other fusions are left out, unless it raises."""
     x = torch.linspace(0.1, 1, 8)
-    guard = Fusion("guard", "post_grad", "cosines", cosines, protects=True)
-    hook = FusionPass("post_grad", (guard, Fusion("other", "post_grad", "sines", sines_of)))
+    guard = again("guard", torch.ops.aten.cos.default, protects=True)
+    hook = FusionPass("post_grad", (guard, again("other", torch.ops.aten.sin.default)))
     made: list[list[str]] = []
     original = trials.Trials._again
 
-    def again(self: trials.Trials, *args: Any) -> trials.Made:
+    def repeated(self: trials.Trials, *args: Any) -> trials.Made:
         found = original(self, *args)
         made.append([each.key[2] for each in found.attempt.fused])
         return found
@@ -446,7 +445,7 @@ def test_what_protects_stays(guilty: str) -> None:
         Fault("post_grad", lambda node: node.name.startswith(f"inductor_fusions_{guilty}")).inject(),
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(trials.Trials, "_again", again)
+        patch.setattr(trials.Trials, "_again", repeated)
         compiled(lambda x: x.cos().exp().sin(), "post_grad")(x)
     found = {site.fusion: site.verdict for site in inductor_fusions.report()}
     assert found == {each: "failed" if each == guilty else "fused" for each in ("other", "guard")}

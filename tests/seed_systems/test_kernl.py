@@ -16,7 +16,7 @@ from torch import fx, nn
 
 import inductor_fusions
 from inductor_fusions import config, testing
-from inductor_fusions.fusion import Candidate, Fusion
+from inductor_fusions.fusion import Candidate, Fusion, Scope
 from inductor_fusions.fusions.linear_epilogue import MOST_ROWS
 from tests import blocks
 from tests.gpu import templates
@@ -392,13 +392,13 @@ def test_K11_pattern_of_a_user(also_run: Callable[[Fusion], None]) -> None:
             self.graph.erase_node(self.anchor)
             return "clamp_min"
 
-    def recognise(graph: fx.Graph) -> Any:
-        for node in list(graph.nodes):
-            inner = node.args[0] if node.args else None
-            if node.target in (torch.mul,) and isinstance(inner, fx.Node) and inner.target is torch.relu:
-                yield DoubleOfRelu(graph, node)
+    own = Fusion("double_of_relu", "pre_grad", "2 * relu(x) to relu(2 * x)")
 
-    own = Fusion("double_of_relu", "pre_grad", "2 * relu(x) to relu(2 * x)", recognise)
+    @own.anchor(lambda: [torch.mul])
+    def read(scope: Scope, match: Any) -> Candidate | None:
+        node = match.output_node()
+        return DoubleOfRelu(scope.graph, node) if node.args[0].target is torch.relu else None
+
     also_run(own)
 
     def fn(x: torch.Tensor) -> Any:

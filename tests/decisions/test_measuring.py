@@ -17,15 +17,7 @@ import torch
 import torch._inductor.config
 
 from inductor_fusions import config, decisions
-from inductor_fusions.decisions import (
-    Query,
-    Span,
-    decide,
-    decide_for_all,
-    machine,
-    measuring,
-    tables,
-)
+from inductor_fusions.decisions import Query, Span, decide, decide_for_all, machine, measuring, tables
 from inductor_fusions.decisions.measuring import Measurer, Unanswered
 
 CPU = torch.device("cpu")

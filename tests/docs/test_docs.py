@@ -12,15 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import (
-    docs,
-    docs_models,
-    docs_pieces,
-    docs_plots,
-    docs_reliability,
-    docs_tables,
-    mlp_training,
-)
+from bench import docs, docs_models, docs_pieces, docs_plots, docs_reliability, docs_tables, mlp_training
 from bench.provenance import environment
 
 ROOT = Path(__file__).resolve().parents[2]

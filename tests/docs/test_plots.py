@@ -8,10 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench import (
-    docs_plots,
-    picture,
-)
+from bench import docs_plots, picture
 from tests.docs.test_docs import ROOT, copied
 
 

@@ -37,10 +37,7 @@ def test_backward(stage: str, dynamic: bool) -> None:
 
 
 def test_backward_that_draws_cannot_be_written_out() -> None:
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        Fault("post_grad", is_kernel, backward=True).inject(),
-    ):
+    with pytest.MonkeyPatch.context() as patch, Fault("post_grad", is_kernel, backward=True).inject():
         patch.setattr(unfusing, "write_out", _refuse)
         found = compiled(lambda q, k, v: attention(q, k, v), "post_grad")(*inputs(True))
         with pytest.raises(RuntimeError, match="INDUCTOR_FUSIONS_ATTENTION=0"):

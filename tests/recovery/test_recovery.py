@@ -120,11 +120,7 @@ def test_compiles_are_few() -> None:
 
 @pytest.mark.parametrize("stage", ["joint", "launch"])
 def test_strict(stage: str) -> None:
-    with (
-        config.patch(strict=True),
-        Fault(stage).inject(),
-        pytest.raises(Exception, match="injected"),
-    ):
+    with config.patch(strict=True), Fault(stage).inject(), pytest.raises(Exception, match="injected"):
         compiled(attention, stage)(*inputs())
 
 

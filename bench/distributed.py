@@ -77,12 +77,7 @@ def stop(running: subprocess.Popen[str]) -> None:
 
 
 def torchrun(
-    backend: str,
-    folder: Path,
-    chosen: Sequence[str],
-    *options: str,
-    seconds: float = 900,
-    processes: int = 2,
+    backend: str, folder: Path, chosen: Sequence[str], *options: str, seconds: float = 900, processes: int = 2
 ) -> Json:
     """engine -> what its processes say.
 

@@ -58,14 +58,8 @@ No measurements yet. `python -m bench.whole_mlp --out bench/results/whole_mlp_DE
 """
 
 #: Variants in the order of the columns; what is compared with them is in the first group.
-NAMES = {
-    "up": ("stock", "epilogue", "triton", "bare"),
-    "mlp": ("stock", "epilogue", "max_autotune", "whole"),
-}
-TITLES = {
-    "up": "The first half: product, bias and activation",
-    "mlp": "The whole MLP",
-}
+NAMES = {"up": ("stock", "epilogue", "triton", "bare"), "mlp": ("stock", "epilogue", "max_autotune", "whole")}
+TITLES = {"up": "The first half: product, bias and activation", "mlp": "The whole MLP"}
 
 
 def page(results: Path) -> str:

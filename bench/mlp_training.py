@@ -27,16 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from bench import tuning
-from bench.common import (
-    DTYPES,
-    Json,
-    apart,
-    both_clocks,
-    compiled_only,
-    fresh_cache,
-    peak_bytes,
-    skipping,
-)
+from bench.common import DTYPES, Json, apart, both_clocks, compiled_only, fresh_cache, peak_bytes, skipping
 from inductor_fusions import config
 
 #: Width, hidden columns, and whether the MLP is gated.

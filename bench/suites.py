@@ -361,10 +361,7 @@ def prepare(todo: Sequence[Entry], device: str) -> None:
 
 
 def run(
-    todo: Sequence[Entry],
-    settings: Settings,
-    left: Callable[[], float],
-    say: Callable[[str], None],
+    todo: Sequence[Entry], settings: Settings, left: Callable[[], float], say: Callable[[str], None]
 ) -> Iterator[tuple[Entry, Json]]:
     """Measure cases one by one, and yield each with its row; one that failed has the reason under "failed".
 

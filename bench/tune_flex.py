@@ -179,11 +179,7 @@ def measure(row: Row, device: str, quick: bool, lock: AbstractContextManager[Any
 
 
 def _compile(
-    row: Row,
-    fn: Callable[..., torch.Tensor],
-    inputs: list[torch.Tensor],
-    cotangent: torch.Tensor,
-    how: Json,
+    row: Row, fn: Callable[..., torch.Tensor], inputs: list[torch.Tensor], cotangent: torch.Tensor, how: Json
 ) -> list[str] | str:
     """Compile under settings; the kernels that were chosen, or why there is none."""
     from inductor_fusions import config, decisions, reporting

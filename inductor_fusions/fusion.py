@@ -10,7 +10,6 @@ that it may be fused (`guard`) and changes the graph (`rewrite`). `matching` fin
 from __future__ import annotations
 
 import inspect
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -186,8 +185,6 @@ class Fusion:
         name: used by the toggle and in reports, such as "attention".
         stage: the graph that it reads: "pre_grad" or "post_grad".
         summary: one line: what is rewritten to what.
-        recognise: yields the candidates of a graph, in graph order, without changing it. Deprecated: use
-            `anchor`, `group` or `replacement`.
         before, after: names of fusions of the same stage that run later or earlier than this one. Unknown
             names are ignored.
         protects: whether it only avoids a wrong kernel. Tests that count fused sites do not count it, unless
@@ -203,7 +200,6 @@ class Fusion:
     name: str
     stage: Stage
     summary: str
-    recognise: Callable[[fx.Graph], Iterable[Candidate]] | None = None
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     protects: bool = False
@@ -211,15 +207,6 @@ class Fusion:
     exact: bool = False
     scope: Callable[[fx.Graph], Scope | None] = Scope
     patterns: list[Anchor | Group | Replacement] = field(default_factory=list, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.recognise is not None:
-            warnings.warn(
-                f"{self.name}: `recognise` will be removed in the next release; use `anchor`, `group` or "
-                "`replacement`",
-                DeprecationWarning,
-                stacklevel=3,  # whoever makes the fusion
-            )
 
     def anchor(
         self, patterns: Patterns, extra_check: Callable[[Match], bool] | None = None
@@ -295,7 +282,7 @@ class Fusion:
 
     def functions(self) -> list[Callable[..., Any]]:
         """The functions of the fusion, whose source files are part of cache keys."""
-        found: list[Any] = [self.recognise] if self.recognise is not None else []
+        found: list[Any] = []
         for each in self.patterns:
             if isinstance(each, Replacement):
                 found += [each.search, each.replace, each.check, each.inputs]

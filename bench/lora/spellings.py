@@ -170,10 +170,7 @@ def reference(row: Row, one: Operands) -> tuple[Tensors, Callable[[Tensors], Ten
         x, dy = wide(one.x)
         (weight,), (down,), (up,) = wide(one.w), wide(one.a), wide(one.b)
         h, dh = x @ down.t(), SCALE * dy @ up
-        exact = [
-            rows(x) @ weight.t() + SCALE * rows(h) @ up.t(),
-            rows(dy) @ weight + rows(dh) @ down,
-        ]
+        exact = [rows(x) @ weight.t() + SCALE * rows(h) @ up.t(), rows(dy) @ weight + rows(dh) @ down]
         exact += [rows(dh.t() @ x), rows(SCALE * dy.t() @ h)]
         return exact, cut
     x = [rows(t.double()) for t in one.x]

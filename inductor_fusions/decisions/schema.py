@@ -85,13 +85,9 @@ BLOCK_MM = object_of(
     },
     {"group_m": is_size, "subtiles": is_tile, "per_processor": is_size, "across": is_flag},
 )  # fmt: skip
-# Tables of earlier versions say whether a kernel draws the masks of dropouts; none does.
-NARROW = object_of({"block_m": is_tile, "block_k": is_tile, "splits": is_size, **_WARPS}, {"draws": is_flag})
+NARROW = object_of({"block_m": is_tile, "block_k": is_tile, "splits": is_size, **_WARPS})
 ACCUMULATE = object_of({"block_m": is_tile, "block_n": is_tile, "num_warps": _WARPS["num_warps"]})
-DECODE = object_of(
-    {"block_n": is_tile, "block_k": is_tile, **_WARPS, "splits": is_size, "early": is_flag},
-    {"lanes": is_size},
-)
+DECODE = object_of({"block_n": is_tile, "block_k": is_tile, **_WARPS, "splits": is_size}, {"lanes": is_size})
 DECODE_ATTENTION = object_of({"block_n": is_tile, "programs": is_size, **_WARPS})
 
 

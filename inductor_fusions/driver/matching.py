@@ -27,12 +27,9 @@ def candidates(fusion: Fusion, graph: fx.Graph) -> Iterator[Candidate]:
     Args:
         graph: changed in between by those who take a candidate.
     """
-    if fusion.recognise is not None:
-        yield from fusion.recognise(graph)
-    if fusion.patterns:
-        scope = fusion.scope(graph)
-        if scope is not None:
-            yield from _Matcher.of(fusion).candidates(scope)
+    scope = fusion.scope(graph) if fusion.patterns else None
+    if scope is not None:
+        yield from _Matcher.of(fusion).candidates(scope)
 
 
 class _Matcher:

@@ -39,10 +39,7 @@ def merged(t):
 
 
 FORMS = {
-    "scale by the dim": (
-        lambda q, k, v: torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v,
-        lambda: qkv(),
-    ),
+    "scale by the dim": (lambda q, k, v: torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v, lambda: qkv()),
     "padding made in the graph": (
         lambda q, k, v, n: (
             torch.softmax(

@@ -14,17 +14,7 @@ import pytest
 import torch
 
 from inductor_fusions import config, testing
-from tests.attention.support import (
-    BATCH,
-    KV_LEN,
-    cases,
-    check,
-    flex_everywhere,
-    qkv,
-    rand,
-    scored,
-    unfused,
-)
+from tests.attention.support import BATCH, KV_LEN, cases, check, flex_everywhere, qkv, rand, scored, unfused
 
 B, H, S = 3, 2, 9
 LOWEST = torch.finfo(torch.float32).min

@@ -5,17 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.attention.support import (
-    BATCH,
-    DIM,
-    KV_LEN,
-    Q_LEN,
-    cases,
-    check,
-    qkv,
-    rand,
-    sdpa,
-)
+from tests.attention.support import BATCH, DIM, KV_LEN, Q_LEN, cases, check, qkv, rand, sdpa
 
 HEADS, SHARED = 6, 2
 TIMES = HEADS // SHARED

@@ -43,8 +43,7 @@ def scores(q: Any, k: Any, v: Any, b: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("fn", "verdict"),
-    [(bias, "fused"), (mask, "fused"), (mask_of_indices, "fused"), (scores, "rejected")],
+    ("fn", "verdict"), [(bias, "fused"), (mask, "fused"), (mask_of_indices, "fused"), (scores, "rejected")]
 )
 def test_chain(fn: Any, verdict: str) -> None:
     inputs = [torch.randn(2, 4, LENGTH, 8) for _ in range(3)] + [torch.randn(LENGTH, LENGTH)]

@@ -162,10 +162,7 @@ def test_not_a_mask(case) -> None:
 
 AFTER = {
     "masked elsewhere": (lambda w, m: w.masked_fill(m, 0.0), "mask"),
-    "masked by another number": (
-        lambda w, m: w.masked_fill(~m, 0.5),
-        "in-between",
-    ),
+    "masked by another number": (lambda w, m: w.masked_fill(~m, 0.5), "in-between"),
     "multiplied by numbers": (lambda w, m: w * (m + 1.0), "in-between"),
     "normalised over the queries": (lambda w, m: w / w.sum(-2, keepdim=True), "weights"),
     "nan_to_num of another number": (lambda w, m: w.nan_to_num(0.5), "in-between"),

@@ -27,11 +27,7 @@ from tests.attention.support import (
     visible,
 )
 
-EFFICIENT, FLASH, MATH = (
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.MATH,
-)
+EFFICIENT, FLASH, MATH = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
 FORBIDDEN = "no enabled SDPA backend"
 CHOSEN = "the caller selects its backends"
 

@@ -1,4 +1,4 @@
-"""Benchmarks of operations: rows on the CPU, tables that are made of rows, and tiles of the outer product."""
+"""Benchmarks of operations: rows on the CPU; tables that are made of rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from bench import dot_interaction, loss_head, outer_product
-from bench import outer_product_tiles as tiles
 from inductor_fusions.decisions.problems import SECTIONS
-from tests.support.processes import quick_rows
 
 ROWS = [
     *((dot_interaction, kind, 8, train, 8, 5) for kind in dot_interaction.ALONE for train in (False, True)),
@@ -92,23 +90,3 @@ def test_grid_has_what_the_documentation_states() -> None:
         found = {(row.rows, row.dtype, row.train) for row in rows if row.kind == kind}
         wanted = {(n, d, t) for n in (2048, 128) for d in ("float32", "bfloat16") for t in (False, True)}
         assert wanted <= found
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_tiles_in_force_are_among_the_candidates(size: int) -> None:
-    """Each candidate has what the kernel takes, and no other."""
-    pytest.importorskip("triton")
-    from inductor_fusions.fusions.outer_product_linear import launch
-
-    force = launch.LINEAR[size]
-    found = tiles.candidates(size)
-    assert len({tiles.named(*candidate) for candidate in found}) == len(found) > 10
-    assert all(set(tile) == set(force) for _, tile in found)
-    assert any(block == launch.BLOCK_Q[size] for block, _ in found)
-
-
-@pytest.mark.slow
-def test_tiles_are_compared_and_timed(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    (row,) = quick_rows("outer_product_tiles", tmp_path)
-    assert len(row["times_us"]) == 2 and not row["skipped"] and row["gain"] >= 1.0, row

@@ -170,12 +170,7 @@ def _on_cpu(argument: Any) -> Any:
 
 
 def check(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    *,
-    train: bool = False,
-    budget: float = 1.5,
-    **options: Any,
+    fn: Callable[..., Any], args: Sequence[Any], *, train: bool = False, budget: float = 1.5, **options: Any
 ) -> Run:
     """`run`, and assert that every output and gradient is about as exact as that of eager mode.
 

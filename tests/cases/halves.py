@@ -62,6 +62,10 @@ CASES = {
         "dot_interaction", lambda t, x: torch.bmm(t, t.mT),
         lambda z, t, x: torch.cat([x, z[:, [1, 2, 2], [0, 0, 0]]], 1), ((6, FEATURES, 8), (6, 8)),
     ),
+    "gathered pairs": Case(
+        "dot_interaction", lambda t, x: t[:, I] * t[:, J], lambda z, t, x: torch.cat([x, z.sum(-1)], 1),
+        ((6, FEATURES, 8), (6, 8)),
+    ),
     "outer product": Case(
         "outer_product_linear", lambda u, v, w, b: (u[:, :, None] * v[:, None, :]).flatten(1),
         lambda z, u, v, w, b: F.linear(z, w, b), ((6, 5), (6, 7), (9, 35), (9,)),
@@ -69,6 +73,11 @@ CASES = {
     "loss": Case(
         "linear_cross_entropy", lambda h, w, labels: F.linear(h, w),
         lambda logits, h, w, labels: F.cross_entropy(logits, labels), ((18, 24), (61, 24)), labels=True,
+    ),
+    "loss of each row": Case(
+        "linear_cross_entropy", lambda h, w, b, labels: F.linear(h, w, b),
+        lambda logits, h, w, b, labels: F.cross_entropy(logits, labels, reduction="none"),
+        ((18, 24), (61, 24), (61,)), labels=True,
     ),
     "merged adapter": Case(
         "lora_input", lambda a, b, x, w: b @ a, lambda d, a, b, x, w: F.linear(x, w + d * 0.5),

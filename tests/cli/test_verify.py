@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -58,12 +58,9 @@ class Scaled(Candidate):
 
 
 def scaling(factor: float) -> Fusion:
-    def recognise(graph: fx.Graph) -> Iterator[Candidate]:
-        for node in list(graph.nodes):
-            if node.target is torch.sigmoid:
-                yield Scaled(node, factor)
-
-    return Fusion("scaling", "pre_grad", "sigmoid to a multiple of it", recognise)
+    found = Fusion("scaling", "pre_grad", "sigmoid to a multiple of it")
+    found.anchor(lambda: [torch.sigmoid])(lambda scope, match: Scaled(match.output_node(), factor))
+    return found
 
 
 def test_another_default_device() -> None:

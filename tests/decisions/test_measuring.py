@@ -1,4 +1,4 @@
-"""Measuring on this machine: what is measured and when, and the process that does it."""
+"""Measuring on this machine: what is measured, and when."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 import logging
 import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,20 +16,9 @@ import pytest
 import torch
 import torch._inductor.config
 
-import inductor_fusions
 from inductor_fusions import config, decisions
-from inductor_fusions.decisions import (
-    Query,
-    Span,
-    decide,
-    decide_for_all,
-    machine,
-    measuring,
-    problems,
-    tables,
-)
+from inductor_fusions.decisions import Query, Span, decide, decide_for_all, machine, measuring, tables
 from inductor_fusions.decisions.measuring import Measurer, Unanswered
-from inductor_fusions.decisions.problems import SECTIONS
 
 CPU = torch.device("cpu")
 ATTENTION = {
@@ -315,91 +302,7 @@ def test_nothing_is_measured_for_a_folder_that_others_can_write_to(process: Meas
     assert decide(attention(), CPU).source == "stock" and process.asked == []
 
 
-def _forked(answers: Any) -> None:
-    measurer = measuring.measurer
-    answers.put((len(measurer.workers), measurer.spent))
-    for worker in _forked.workers:  # type: ignore[attr-defined]
-        worker.end()
-
-
-def test_a_child_does_not_end_the_process_of_its_parent(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measurer, worker = measuring.measurer, measuring.Worker(CPU)
-    worker.process = subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    monkeypatch.setitem(measurer.workers, CPU, worker)
-    monkeypatch.setattr(measurer, "spent", 5.0)
-    _forked.workers = [worker]  # type: ignore[attr-defined]
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
-    child = context.Process(target=_forked, args=(answers,))
-    child.start()
-    assert answers.get(timeout=60) == (0, 0.0)
-    child.join(60)
-    try:
-        assert worker.process.poll() is None
-    finally:
-        worker.end()
-    assert worker.process is None
-
-
-# -- the process that measures -----------------------------------------------------------------------------
-
-
-def test_a_process_that_does_not_answer_is_ended(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = measuring.Worker(CPU)
-    problem = ("attention", ATTENTION, ("sdpa",))
-    with pytest.raises(Unanswered, match="timed out"):
-        worker.ask(problem, 0.0)
-    assert worker.process is None and worker.folder == ""
-    monkeypatch.setattr(sys, "executable", "/bin/true")
-    with pytest.raises(Unanswered, match="died"):
-        worker.ask(problem, 30.0)
-
-
-@pytest.mark.slow
-def test_end_to_end(tmp_path: Path) -> None:
-    """The first process measures an attention and fuses it; later ones find that, and measure nothing."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import json, sys, torch, inductor_fusions\n"
-        "from inductor_fusions import decisions\nfrom inductor_fusions.decisions import tables\n"
-        "tables.folders = lambda: iter(())\n"
-        "def attention(q, k, v):\n"
-        "    i = torch.arange(q.shape[-2])\n"
-        "    scores = (q @ k.transpose(-2, -1) * 0.125).masked_fill(i > i[:, None], -1e9)\n"
-        "    return torch.softmax(scores, -1) @ v\n"
-        "q, k, v = (torch.randn(1, 16, 512, 64) for _ in range(3))\n"
-        "found, exact = torch.compile(attention)(q, k, v), attention(q.double(), k.double(), v.double())\n"
-        "assert (found - exact).abs().max() < 1e-5\n"
-        "(site,) = inductor_fusions.report()\n"
-        "measured = [row for _, row, _ in decisions.measurer.measured]\n"
-        "print(json.dumps([site.verdict, site.kernel, site.reason, measured]))\n"
-    )
-
-    def run(number: int, measure: str) -> Any:
-        own = {
-            "XDG_DATA_HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache{number}"),
-            "INDUCTOR_FUSIONS_MEASURE": measure, "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        here = os.pathsep.join([str(Path(inductor_fusions.__file__).parents[1]), *sys.path])
-        environment = {**os.environ, **own, "PYTHONPATH": here}
-        environment.pop("WORLD_SIZE", None)
-        done = subprocess.run(
-            [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=400
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
-
-    verdict, kernel, reason, measured = run(1, "1")
-    (row,) = measured
-    assert (row["mask"], row["q_len"], row["batch"], row["heads"]) == ("causal", 512, 1, 16)
-    assert verdict == "fused", reason
-    assert "measured on this machine" in kernel
-    assert run(2, "1") == [verdict, kernel, reason, []]
-    assert run(3, "0") == [verdict, kernel, reason, []]
-    (path,) = (tmp_path / "inductor_fusions" / "measured").glob("*.json")
-    for each in json.loads(path.read_text())["attention"]:
-        SECTIONS["attention"].check(each)
-        assert each["gain"]["sdpa"] >= problems.MARGIN
+# -- when a compile ends -----------------------------------------------------------------------------------
 
 
 def test_the_process_ends_with_the_compile(monkeypatch: pytest.MonkeyPatch, fresh_cache: None) -> None:

@@ -55,5 +55,5 @@ def test_benchmarks_and_plots_run_each_night() -> None:
     steps = [str(step.get("run", "")) for step in workflow["jobs"]["long"]["steps"]]
     places = [i for i, step in enumerate(steps) if "make bench" in step or "-k plot" in step]
     assert len(places) == 2 and "make bench" in steps[places[0]]
-    assert "tests/bench/test_bench.py tests/docs/test_docs.py" in steps[places[1]]
+    assert "tests/bench/test_bench.py tests/docs/test_plots.py" in steps[places[1]]
     assert "schedule" in workflow["jobs"]["long"]["if"]

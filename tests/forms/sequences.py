@@ -60,14 +60,7 @@ def queries_that_matter(q: Any, k: Any, v: Any) -> Any:
     return context
 
 
-@form(
-    (2, 4, 9, 8),
-    (2, 4, 9, 8),
-    (2, 4, 9, 8),
-    (2, 4, 9, 9),
-    fused=0,
-    reasons=("used-elsewhere",),
-)
+@form((2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9, 9), fused=0, reasons=("used-elsewhere",))
 def scores_of_the_last_layer(q: Any, k: Any, v: Any, prev: Any) -> Any:
     """Residual scores: returned for the next layer."""
     s = torch.matmul(q, k.transpose(-2, -1)) * 8**-0.5 + prev
@@ -160,14 +153,7 @@ class RelativeKeys(nn.Module):
         return einsum("b h i j, b h j d -> b h i d", (dots + pos).softmax(-1), v).transpose(1, 2).flatten(2)
 
 
-@form(
-    (2, 4, 9, 8),
-    (2, 4, 9, 8),
-    (2, 4, 9, 8),
-    (9, 9, 8),
-    fused=0,
-    reasons=("weights",),
-)
+@form((2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9, 8), (9, 9, 8), fused=0, reasons=("weights",))
 def relative_values(q: Any, k: Any, v: Any, table: Any) -> Any:
     """Values for each distance too: the weights are needed twice."""
     w = (q @ k.mT * 8**-0.5).softmax(-1)

@@ -54,11 +54,7 @@ class AttentionWriter:
         w = self.w
         shared = w.pick(*(n for n in (1, 2, 4) if self.heads % n == 0))
         behind = w.maybe()  # heads behind the length
-        for name, heads, length in (
-            ("q", self.heads, self.q),
-            ("k", shared, self.k),
-            ("v", shared, self.k),
-        ):
+        for name, heads, length in (("q", self.heads, self.q), ("k", shared, self.k), ("v", shared, self.k)):
             shape = (self.batch, length, heads, self.dim) if behind else (self.batch, heads, length, self.dim)
             given = w.input("leaf", *shape)
             w.line(f"{name} = {given}.transpose(1, 2)" if behind else f"{name} = {given}")

@@ -31,10 +31,7 @@ KINDS: dict[str, Any] = {
     "calls": situations.calls,
 }  # fmt: skip
 #: What judges a kind that is no attention alone.
-JUDGES: dict[str, Any] = {
-    "situations": situations.judge_situation,
-    "calls": situations.judge_calls,
-}
+JUDGES: dict[str, Any] = {"situations": situations.judge_situation, "calls": situations.judge_calls}
 #: Kinds whose fused kernels a CPU has, so that Inductor's code for it can be judged.
 ON_A_CPU = ("attentions", "masks", "situations", "calls")
 #: Programs that are drawn from one seed: what the report counts, and what a resumed run skips.

@@ -18,14 +18,7 @@ from inductor_fusions.block_mm import op
 from inductor_fusions.sites import Site
 from tests.block_mm.support import run
 from tests.fuzz import attentions, masks, products, programs
-from tests.fuzz.judge import (
-    QUANTISED_SAMPLES,
-    Judged,
-    is_rounding,
-    judge,
-    judge_mask,
-    judge_products,
-)
+from tests.fuzz.judge import QUANTISED_SAMPLES, Judged, is_rounding, judge, judge_mask, judge_products
 from tests.fuzz.running import fuzz, provenance, written
 from tests.support.padding import padded
 from tests.support.processes import start

@@ -145,10 +145,12 @@ def pair(early: bool, **wanted: int) -> Iterator[None]:
     made = decode.default
 
     def choose(shape: Any, device: torch.device) -> Any:
-        found = made(shape, heuristics.capability(device))
-        return replace(found, **{"early": early, **wanted})
+        return replace(made(shape, heuristics.capability(device)), **wanted)
 
-    with mock.patch.object(decode, "choose", choose):
+    def capability(device: torch.device) -> int:
+        return heuristics.capability(device) if early else 80
+
+    with mock.patch.multiple(decode, choose=choose, capability=capability):
         yield
 
 

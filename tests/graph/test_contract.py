@@ -17,7 +17,7 @@ from torch import fx, nn
 from inductor_fusions import config, testing
 from inductor_fusions.driver import passes, watching
 from inductor_fusions.effects import inplace
-from inductor_fusions.fusion import Candidate, Fusion, Rejected, Unfinished
+from inductor_fusions.fusion import Candidate, Fusion, Rejected, Scope, Unfinished
 from tests.selection import todays_seed
 from tests.support.graphs import Seen, after_autograd, told
 
@@ -173,12 +173,16 @@ def relu_graph() -> fx.Graph:
 def apply(graph: fx.Graph, *candidates: Callable[[fx.Node], Candidate], **options: Any) -> list[Any]:
     """Apply a fusion that has these candidates, at each relu; its module is one of the package."""
 
-    def recognise(graph: fx.Graph) -> Iterator[Candidate]:
-        for node in graph.find_nodes(op="call_function", target=torch.relu):
-            yield from (make(node) for make in candidates)
+    def read(scope: Scope, match: Any) -> Iterator[Candidate]:
+        yield from (make(match.output_node()) for make in candidates)
 
-    recognise.__module__ = passes.__name__
-    return passes.apply(Fusion("half", "pre_grad", "raises", recognise, **options), graph)
+    def patterns() -> list[Any]:
+        return [torch.relu]
+
+    read.__module__ = patterns.__module__ = passes.__name__
+    fusion = Fusion("half", "pre_grad", "raises", **options)
+    fusion.anchor(patterns)(read)
+    return passes.apply(fusion, graph)
 
 
 @pytest.mark.parametrize(("error", "verdict"), [(ValueError, "failed"), (Rejected, "rejected")])

@@ -45,7 +45,7 @@ def test_every_fusion_is_in_a_matcher(fusion: Fusion) -> None:
     from torch._inductor.pattern_matcher import PatternMatcherPass
 
     matcher = matching._Matcher.of(fusion).patterns.matcher
-    assert isinstance(matcher, PatternMatcherPass) and fusion.recognise is None
+    assert isinstance(matcher, PatternMatcherPass)
     assert (matcher.pass_name, matcher.subsystem) == (fusion.name, "inductor_fusions")
     keys = {entry.extra_check.args[0] for entries in matcher.patterns.values() for entry in entries}
     assert keys >= set(range(len(fusion.patterns))) and fusion.patterns

@@ -107,10 +107,7 @@ BETWEEN: dict[str, tuple[Callable[[fx.Graph, fx.Node], Any], str]] = {
         lambda g, x: g.call_function(trampoline, (x,)),
         "trampoline writes in place",
     ),
-    "NumPy": (
-        lambda g, x: g.call_function(numpy_to_tensor_wrapper(numpy.copyto), (x, x)),
-        "writes in place",
-    ),
+    "NumPy": (lambda g, x: g.call_function(numpy_to_tensor_wrapper(numpy.copyto), (x, x)), "writes in place"),
     "a module": (lambda g, x: g.call_module("bump", (x,)), "bump writes in place"),
     "statistics": (
         lambda g, x: g.call_function(F.batch_norm, (valued(g), valued(g), x), {"training": True}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +13,10 @@ from torch import nn
 from inductor_fusions import config, testing
 from inductor_fusions.fusions.linear_cross_entropy import chunks
 from inductor_fusions.fusions.linear_cross_entropy.op import LINEAR_CROSS_ENTROPY
-from tests.attention.test_leaving import traced
+from tests.linear_cross_entropy import forms
+from tests.linear_cross_entropy.forms import FORMS, OTHERS, B, Function, H, T, V, causal
 
-B, T, H, V = 2, 9, 24, 61
 CHUNK_ROWS = chunks.chunk_rows  # as it is, where a fixture has another
-Function = Callable[..., Any]
 
 
 class Head(nn.Module):
@@ -50,90 +48,6 @@ def operands() -> tuple[torch.Tensor, torch.Tensor]:
 def check(fn: Function, inputs: Any = None, **options: Any) -> testing.Checked:
     options = {"backend": testing.EAGER_AFTER_PASSES, "slack": 4.0, "fused": 1, **options}
     return testing.check(fn, operands() if inputs is None else inputs, **options)
-
-
-def causal(logits: Any, labels: Any) -> Any:
-    """Of transformers: labels are shifted, and logits cast."""
-    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
-    labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
-    return F.cross_entropy(logits.view(-1, V), labels.view(-1), ignore_index=-100, reduction="mean")
-
-
-def shifted_logits(logits: Any, labels: Any) -> Any:
-    logits, labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
-    return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
-
-
-def capped(logits: Any, labels: Any) -> Any:
-    """Of Gemma 2, with a sum that is divided by a number of tokens."""
-    logits = torch.tanh(logits / 3.0) * 3.0
-    return F.cross_entropy(logits.view(-1, V), labels.view(-1), reduction="sum") / 14
-
-
-def scaled(logits: Any, labels: Any) -> Any:
-    """Of Granite and Cohere."""
-    return F.cross_entropy((0.25 * logits / 1.5).reshape(-1, V), labels.flatten())
-
-
-def of_classes_in_the_middle(logits: Any, labels: Any) -> Any:
-    return nn.CrossEntropyLoss(label_smoothing=0.1)(logits.transpose(1, 2), labels)
-
-
-def weighted(logits: Any, labels: Any, weights: Any) -> Any:
-    return F.cross_entropy(logits.view(-1, V), labels.view(-1), weights, label_smoothing=0.2)
-
-
-def weighted_each(logits: Any, labels: Any, weights: Any) -> Any:
-    return F.cross_entropy(logits.view(-1, V), labels.view(-1), weights, reduction="none")
-
-
-def each(logits: Any, labels: Any) -> Any:
-    """Rows that the caller weighs."""
-    return F.cross_entropy(logits.view(-1, V), labels.view(-1), reduction="none", label_smoothing=0.1)
-
-
-def likelihood(logits: Any, labels: Any) -> Any:
-    logs = F.log_softmax(logits[:, :-1], dim=-1)
-    return F.nll_loss(logs.reshape(-1, V), labels[:, 1:].reshape(-1))
-
-
-def likelihood_in_the_middle(logits: Any, labels: Any) -> Any:
-    return F.nll_loss(torch.log_softmax(logits.mT, 1), labels, reduction="sum")
-
-
-def log_probabilities(logits: Any, labels: Any) -> Any:
-    """Of DPO: labels are overwritten where they are left out."""
-    logits, labels = logits[:, :-1], labels[:, 1:].clone()
-    mask = labels != -100
-    labels[labels == -100] = 0
-    return torch.gather(logits.log_softmax(-1), 2, labels.unsqueeze(2)).squeeze(2) * mask
-
-
-def some_classes(logits: Any, labels: Any) -> Any:
-    return F.cross_entropy(logits[..., : V - 1].reshape(-1, V - 1), labels.clamp(0, V - 2).view(-1))
-
-
-def another_ignored(logits: Any, labels: Any) -> Any:
-    """A class that there is."""
-    return F.cross_entropy(logits.view(-1, V), labels.clamp(min=0).view(-1), ignore_index=0)
-
-
-FORMS: dict[str, tuple[Function, str]] = {
-    "causal": (causal, "linear_cross_entropy"),
-    "shifted logits": (shifted_logits, "linear_cross_entropy"),
-    "capped": (capped, "linear_cross_entropy"),
-    "scaled": (scaled, "linear_cross_entropy"),
-    "classes in the middle": (of_classes_in_the_middle, "linear_cross_entropy"),
-    "weighted": (weighted, "linear_cross_entropy"),
-    "weighted, each": (weighted_each, "linear_softmax_rows"),
-    "each": (each, "linear_softmax_rows"),
-    "likelihood": (likelihood, "linear_cross_entropy"),
-    "likelihood in the middle": (likelihood_in_the_middle, "linear_cross_entropy"),
-    "log-probabilities": (log_probabilities, "linear_softmax_rows"),
-    "some classes": (some_classes, "linear_cross_entropy"),
-    "another label is ignored": (another_ignored, "linear_cross_entropy"),
-    "one sample": (lambda logits, labels: F.cross_entropy(logits[1], labels[1]) * 2, "linear_cross_entropy"),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -197,7 +111,7 @@ def test_autocast() -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 return self.loss(self.head(h), labels)
 
-    run = check(Cast(shifted_logits, bias=True), slack=0.05 / torch.finfo(torch.float32).eps)
+    run = check(Cast(forms.shifted_logits, bias=True), slack=0.05 / torch.finfo(torch.float32).eps)
     assert run.ours.grads["head.weight"].dtype == torch.float32
     assert all(ours <= 1.5 * stock + 0.008 for ours, stock in run.errors.values()), run.errors
 
@@ -307,77 +221,6 @@ def test_einsum_that_broadcasts_a_dim_that_it_sums_over(h: tuple[int, int], w: t
     )
 
 
-def returned(logits: Any, labels: Any) -> Any:
-    return causal(logits, labels), logits
-
-
-def returned_capped(logits: Any, labels: Any) -> Any:
-    logits = torch.tanh(logits / 3.0) * 3.0
-    return causal(logits, labels), logits
-
-
-def returned_wider(logits: Any, labels: Any) -> Any:
-    """As accelerate casts what a model returns under autocast."""
-    return causal(logits, labels), logits.double()
-
-
-def returned_slice(logits: Any, labels: Any) -> Any:
-    return shifted_logits(logits, labels), logits
-
-
-def read_elsewhere(logits: Any, labels: Any) -> Any:
-    return causal(logits, labels) + 1e-4 * logits.logsumexp(-1).square().mean()
-
-
-def probabilities(logits: Any, labels: Any) -> Any:
-    return F.cross_entropy(logits.view(-1, V), torch.softmax(logits.detach(), -1).view(-1, V))
-
-
-def overwritten(logits: Any, labels: Any) -> Any:
-    logits[:, 0] = 0.0
-    return causal(logits, labels)
-
-
-def without_gradients(logits: Any, labels: Any) -> Any:
-    with torch.no_grad():
-        loss = causal(logits, labels)
-    return loss + logits.sum()
-
-
-def of_another_softmax(logits: Any, labels: Any) -> Any:
-    return F.nll_loss(logits.view(-1, V).log_softmax(0), labels.view(-1))
-
-
-def classes_that_are_rows(logits: Any, labels: Any) -> Any:
-    return F.cross_entropy(logits.reshape(V, -1).t(), labels.view(-1))
-
-
-def of_as_many_classes_as_tokens(logits: Any, labels: Any) -> Any:
-    tokens = logits.shape[1]
-    return F.cross_entropy(torch.narrow(logits, -1, 0, tokens).reshape(-1, tokens), labels.view(-1) % tokens)
-
-
-def rows_of_two_losses(logits: Any, labels: Any) -> Any:
-    half, first = logits.shape[1] // 2, labels[:, 0]
-    return F.cross_entropy(logits.narrow(1, 0, half + 1)[:, 0], first) + F.cross_entropy(
-        logits.narrow(1, half - 1, half)[:, 0], first
-    )
-
-
-OTHERS: dict[str, tuple[Function, str]] = {
-    "the logits are returned": (returned, "used-elsewhere"),
-    "the logits are read elsewhere": (read_elsewhere, "used-elsewhere"),
-    "probabilities": (probabilities, "loss"),
-    "a tensor is added": (lambda logits, labels, weights: causal(logits.tanh() + weights, labels), "loss"),
-    "rounded": (lambda logits, labels: causal(logits.bfloat16(), labels), "rounded"),
-    "capped twice": (lambda logits, labels: causal(logits.tanh().tanh(), labels), "loss"),
-    "overwritten": (overwritten, "overwritten"),
-    "gradients are off": (without_gradients, ""),
-    "another softmax": (of_another_softmax, "loss"),
-    "classes that are rows": (classes_that_are_rows, "loss"),
-}
-
-
 @pytest.mark.parametrize("name", OTHERS)
 def test_left_alone(name: str) -> None:
     fn, reason = OTHERS[name]
@@ -385,7 +228,7 @@ def test_left_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fn, reason", [(of_as_many_classes_as_tokens, "loss"), (rows_of_two_losses, "used-elsewhere")]
+    "fn, reason", [(forms.of_as_many_classes_as_tokens, "loss"), (forms.rows_of_two_losses, "used-elsewhere")]
 )
 def test_ranges_of_symbolic_lengths(fn: Function, reason: str) -> None:
     check(Head(fn), fused=0, reason=reason, dynamic=True)
@@ -431,7 +274,9 @@ def test_strided_operands() -> None:
 
 
 @pytest.mark.parametrize("backend", [testing.EAGER_AFTER_PASSES, "inductor"])
-@pytest.mark.parametrize("fn", [returned, returned_capped, returned_wider], ids=["plain", "capped", "cast"])
+@pytest.mark.parametrize(
+    "fn", [forms.returned, forms.returned_capped, forms.returned_wider], ids=["plain", "capped", "cast"]
+)
 def test_returned_logits_without_gradients(fn: Function, backend: str) -> None:
     """Where the caller says that nobody differentiates them, they are written once, as they are."""
     head, inputs = Head(fn, bias=True), operands()
@@ -447,11 +292,13 @@ def test_returned_logits_without_gradients(fn: Function, backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fn", [returned, returned_wider, returned_slice], ids=["without gradients", "cast", "some rows"]
+    "fn",
+    [forms.returned, forms.returned_wider, forms.returned_slice],
+    ids=["without gradients", "cast", "some rows"],
 )
 def test_returned_logits_that_are_left(fn: Function) -> None:
     """An evaluation needs them in any case, and the loss of some rows would copy them."""
-    train = fn is returned_slice
+    train = fn is forms.returned_slice
     with config.patch(returned_logits="detached"):
         seen = testing.capture(Head(fn), *operands(), backend=testing.EAGER_AFTER_PASSES, train=train)
     assert not seen.fused and "the graph returns the logits" in seen.sites[0].reason
@@ -512,28 +359,3 @@ def test_chunk_rows() -> None:
     for count in (1, 5, 1000, 4097, 16384):
         found = CHUNK_ROWS(count, 50257, 2, "cuda")
         assert 1 <= found <= count and found * 50257 * 2 <= max(chunks.CHUNK["cuda"], 50257 * 2)
-
-
-@pytest.mark.parametrize("trained, changed", [("hwc", "c"), ("h", "h"), ("w", "w"), ("c", "hw")])
-def test_operands_that_the_caller_changes_before_the_backward(trained: str, changed: str) -> None:
-    """Eager keeps no bias, and the hidden states and the weight only for each other's gradient."""
-
-    def losses(h: Any, w: Any, c: Any, labels: Any) -> Any:
-        return F.cross_entropy(F.linear(h, w, c), labels, reduction="none")
-
-    given = {"h": torch.randn(B * T, H), "w": torch.randn(V, H), "c": torch.randn(V)}
-    labels = torch.randint(V, (B * T,))
-
-    def gradients(fn: Function) -> list[torch.Tensor]:
-        own = {name: x.clone().requires_grad_(name in trained) for name, x in given.items()}
-        out = fn(*own.values(), labels)
-        with torch.no_grad():
-            for name in changed:
-                own[name].mul_(-1.3)
-        out.square().sum().backward()
-        return [x.grad for x in own.values() if x.grad is not None]
-
-    with config.patch(policy="always"):
-        found = gradients(torch.compile(losses, backend=traced()))
-    for ours, eager in zip(found, gradients(losses), strict=True):
-        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)

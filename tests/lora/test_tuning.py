@@ -99,7 +99,7 @@ def test_table(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reading = narrow.Config(16, 64, 1, 4, 3)
     few = decode.Shape(4, 64, (64,), (16,), torch.bfloat16, torch.float32)
     chosen = narrow.Config(16, 64, 2, 4, 3)
-    pair = decode.Config(16, 64, 4, 3, 2, True)
+    pair = decode.Config(16, 64, 4, 3, 2)
     posed = Problem((128,) * 2, (64, 32), (64, 48) * 2, (0, 0, 1, 1), ("nt",) * 4, torch.bfloat16, shared="")
     block = configurations.default(posed, 90)
     tile = accumulate_kernel.Shape(128, 48, (48,), 0, torch.bfloat16, torch.bfloat16)
@@ -169,8 +169,8 @@ def test_table(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without tensor cores one is for no more rows than it was measured with, and for weights along K."""
     few = decode.Shape(1, 4096, (4096,), (16,), torch.bfloat16, torch.float32)
-    row, rows = decode.Config(2, 2048, 4, 1, 16, True), decode.Config(4, 1024, 4, 1, 8, True)
-    tile = decode.Config(32, 256, 4, 4, 8, True, lanes=4)
+    row, rows = decode.Config(2, 2048, 4, 1, 16), decode.Config(4, 1024, 4, 1, 8)
+    tile = decode.Config(32, 256, 4, 4, 8, lanes=4)
     found = [{**few.key, "tokens": m, "config": asdict(c)} for m, c in ((1, row), (4, rows), (16, tile))]
     monkeypatch.setattr(tables, "load", lambda name: {"lora_decode": found})
     monkeypatch.setattr(tables, "device_name", lambda device: "any")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,22 +14,15 @@ from torch import fx
 
 from inductor_fusions import config, registry, testing
 from inductor_fusions.driver import containment, passes
-from inductor_fusions.fusion import Candidate, Fusion, Rejected
+from inductor_fusions.fusion import Candidate, Fusion, Rejected, Scope, nodes_of
 from tests.support.processes import start
 
 
-def nothing(graph: fx.Graph) -> Iterator[Candidate]:
-    yield from ()
-
-
-def fusion(name: str, recognise: Callable = nothing, **order: tuple[str, ...]) -> Fusion:
-    return Fusion(name, "pre_grad", f"{name} does nothing", recognise, **order)
-
-
-def test_a_loop_of_its_own_is_deprecated() -> None:
-    with pytest.warns(DeprecationWarning, match="mine: `recognise`") as told:
-        fusion("mine")
-    assert told[0].filename == __file__
+def fusion(name: str, read: Callable = lambda scope, matches: (), **options: Any) -> Fusion:
+    """A fusion whose reader is given all sigmoids of a graph."""
+    found = Fusion(name, "pre_grad", f"{name} of sigmoids", **options)
+    found.group(lambda: [torch.sigmoid])(read)
+    return found
 
 
 # -- order ----------------------------------------------------------------------------------------
@@ -73,12 +68,7 @@ class Rewrite(Candidate):
 
 
 def rewriting(how: Callable[[fx.Node], object]) -> Fusion:
-    def recognise(graph: fx.Graph) -> Iterator[Candidate]:
-        for node in list(graph.nodes):
-            if node.target is torch.sigmoid:
-                yield Rewrite(node, how)
-
-    return fusion("foreign", recognise)
+    return fusion("foreign", lambda scope, matches: [Rewrite(node, how) for node in nodes_of(matches)])
 
 
 def call(node: fx.Node, target: Callable, *args: object) -> fx.Node:
@@ -177,14 +167,13 @@ def test_broken_fusion_is_undone(
 
 
 def test_raises_while_it_looks(also_run: Callable, caplog: pytest.LogCaptureFixture) -> None:
-    def recognise(graph: fx.Graph) -> Iterator[Candidate]:
-        for node in list(graph.nodes):
-            if node.target is torch.sigmoid:
-                yield Rewrite(node, right)
-                wrong_order(next(n for n in graph.nodes if n.target is torch.sigmoid))
-                raise RuntimeError("on purpose")
+    def read(scope: Scope, matches: Sequence[Any]) -> Iterator[Candidate]:
+        first, second = nodes_of(matches)
+        yield Rewrite(first, right)
+        wrong_order(second)
+        raise RuntimeError("on purpose")
 
-    also_run(fusion("foreign", recognise))
+    also_run(fusion("foreign", read))
     found = run()
     assert [site.verdict for site in found.sites] == ["fused", "failed"]
     assert len(found.calls("sigmoid")) == 2
@@ -200,14 +189,12 @@ def test_strict_raises(also_run: Callable) -> None:
 def test_nested_body_is_restored(also_run: Callable) -> None:
     """A fusion that changes the body of a checkpointed region, and then breaks."""
 
-    def recognise(graph: fx.Graph) -> Iterator[Candidate]:
-        bodies = [m for m in graph.owning_module.modules() if isinstance(m, fx.GraphModule)]
-        for body in bodies:
-            for node in list(body.graph.nodes):
-                if node.target is torch.sigmoid:
-                    yield Rewrite(node, raises)
+    class Nested(Scope):
+        def bodies(self) -> list[Scope]:
+            return [Scope(m.graph) for m in self.graph.owning_module.children()]
 
-    also_run(fusion("foreign", recognise))
+    broken = rewriting(raises)
+    also_run(dataclasses.replace(broken, scope=Nested))
     found = run(lambda q, k, v: torch.utils.checkpoint.checkpoint(model, q, k, v, use_reentrant=False))
     assert {site.verdict for site in found.sites if site.fusion == "foreign"} == {"failed"}
     assert not found.calls("tanh") and len(found.calls("sigmoid")) == 2
@@ -217,7 +204,7 @@ def test_nested_body_is_restored(also_run: Callable) -> None:
 def test_names_that_are_taken(name: str) -> None:
     """By a fusion, or by an entry of config, which would switch it."""
     with pytest.raises(ValueError, match=f"the name '{name}' is already"):
-        registry._checked(fusion(name, lambda graph: ()), {"attention"})
+        registry._checked(fusion(name), {"attention"})
 
 
 def test_skip(also_run: Callable) -> None:
@@ -253,8 +240,8 @@ def test_what_is_foreign() -> None:
 
 def test_without_source_nothing_is_cached() -> None:
     namespace: dict = {"__name__": "typed_in"}
-    exec("def recognise(graph): return []", namespace)
-    unknown = fusion("a", namespace["recognise"])
+    exec("def read(scope, matches): return []", namespace)
+    unknown = fusion("a", namespace["read"])
     assert containment.sources(unknown) == []
     assert passes.FusionPass("pre_grad", (unknown,)).uuid() is None
 
@@ -276,10 +263,8 @@ class Site(Candidate):
         self.anchor.replace_all_uses_with(new)
         return "silu"
 
-def recognise(graph):
-    return [Site(node) for node in graph.nodes if node.target is torch.relu]
-
-FUSION = Fusion("swish", "pre_grad", "relu to silu, wrong on purpose", recognise, before=("attention",))
+FUSION = Fusion("swish", "pre_grad", "relu to silu, wrong on purpose", before=("attention",))
+FUSION.anchor(lambda: [torch.relu])(lambda scope, match: Site(match.output_node()))
 """
 
 #: The fusions before autograd, in order; with the one of the package, which wants to be before attention.

@@ -150,10 +150,7 @@ def test_backwards(fn: Callable[..., Any], again: bool) -> None:
 def test_compiles(together: bool) -> None:
     """Nothing has run: the graph is compiled again, unless other processes take part in that."""
     compiled = torch.compile(reduced)
-    with (
-        torch._functorch.config.patch(_sync_decision_cross_ranks=together),
-        Fault("joint").inject() as fault,
-    ):
+    with torch._functorch.config.patch(_sync_decision_cross_ranks=together), Fault("joint").inject() as fault:
         if together:
             with pytest.raises(Exception, match="injected"):
                 compiled(*inputs())

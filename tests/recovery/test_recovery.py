@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import inductor_fusions
 from inductor_fusions import _inductor, config, reporting
-from inductor_fusions.driver import attempts, containment, recovery, trials, unfusing
-from inductor_fusions.driver.passes import FusionPass
-from inductor_fusions.fusion import Candidate, Fusion
+from inductor_fusions.driver import attempts, containment, recovery, trials
 from tests.support import faults
 from tests.support.faults import Fault, compile_fx
 
@@ -25,18 +22,6 @@ pytestmark = [pytest.mark.recovers, pytest.mark.usefixtures("everything", "no_ca
 #: Stages before any code is generated: Inductor's passes are all that is needed.
 EARLY = ("trace", "joint", "post_grad")
 STAGES = (*EARLY, "lowering", "codegen", "launch")
-
-
-@pytest.fixture
-def everything() -> Iterator[None]:
-    with config.patch(policy="always"), reporting.isolated(keep=False):
-        yield
-
-
-@pytest.fixture
-def no_cache() -> Iterator[None]:
-    with torch._inductor.config.patch(force_disable_caches=True):
-        yield
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -135,11 +120,7 @@ def test_compiles_are_few() -> None:
 
 @pytest.mark.parametrize("stage", ["joint", "launch"])
 def test_strict(stage: str) -> None:
-    with (
-        config.patch(strict=True),
-        Fault(stage).inject(),
-        pytest.raises(Exception, match="injected"),
-    ):
+    with config.patch(strict=True), Fault(stage).inject(), pytest.raises(Exception, match="injected"):
         compiled(attention, stage)(*inputs())
 
 
@@ -316,138 +297,3 @@ def test_explain_shows_what_was_kept() -> None:
         found = inductor_fusions.explain(attention, *inputs())
     assert [site.verdict for site in found] == ["failed"]
     assert sum(pair.stage == "pre_grad" for pair in found.graphs) == 1
-
-
-def is_kernel(node: torch.fx.Node) -> bool:
-    """Of the backward of an attention."""
-    return "attention" in str(node.target) and "backward" in str(node.target)
-
-
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("stage", ["post_grad", "lowering", "launch"])
-def test_backward(stage: str, dynamic: bool) -> None:
-    """It is compiled when the forward has run: the attention's backward is written as products."""
-    with Fault(stage, is_kernel, backward=True).inject() as fault:
-        assert_right(compiled(attention, stage, dynamic), attention, True, (12, 20) if dynamic else (12,))
-    assert fault.raised == 1
-    assert sorted(verdicts()) == ["failed", "fused"]
-    site = next(site for site in inductor_fusions.report() if site.verdict == "failed")
-    assert "injected" in site.reason and "test_recovery.py" in site.source
-
-
-def test_backward_that_draws_cannot_be_written_out() -> None:
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        Fault("post_grad", is_kernel, backward=True).inject(),
-    ):
-        patch.setattr(unfusing, "write_out", _refuse)
-        found = compiled(lambda q, k, v: attention(q, k, v), "post_grad")(*inputs(True))
-        with pytest.raises(RuntimeError, match="INDUCTOR_FUSIONS_ATTENTION=0"):
-            found.sum().backward()
-
-
-def _refuse(graph: torch.fx.Graph) -> None:
-    raise ValueError("the refused kernel draws its dropout")
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_gradients_as_products(causal: bool) -> None:
-    """Of the definition, with grouped keys, a broadcast bias and a row that sees no key."""
-    q, k, v, grad = (
-        torch.randn(2, h, n, 8, dtype=torch.float64) for h, n in ((4, 5), (2, 7), (2, 7), (4, 5))
-    )
-    bias = torch.randn(1, 4, 5, 7, dtype=torch.float64)
-    bias[0, 0, 2] = -torch.inf
-    leaves = [each.clone().requires_grad_() for each in (q, k, v, bias)]
-    wide = [each.repeat_interleave(2, 1) for each in leaves[1:3]]
-    scores = leaves[0] @ wide[0].mT * 0.3 + leaves[3]
-    if causal:
-        scores = scores.masked_fill(~torch.ones(5, 7, dtype=torch.bool).tril(), -torch.inf)
-    hidden = (scores == -torch.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(hidden, 0.0).softmax(-1).masked_fill(hidden, 0.0)
-    expected = torch.autograd.grad(weights @ wide[1], leaves, grad)
-    found = unfusing.gradients(grad, q, k, v, bias, 0.3, causal)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-
-
-class Again(Candidate):
-    """A cosine as a sine: a site behind autograd."""
-
-    def __init__(self, anchor: torch.fx.Node, ordinal: int) -> None:
-        self.anchor, self.ordinal = anchor, ordinal
-
-    def guard(self) -> None:
-        return
-
-    def rewrite(self) -> str:
-        graph, (angle,) = self.anchor.graph, self.anchor.args
-        with graph.inserting_before(self.anchor):
-            shifted = graph.call_function(torch.ops.aten.add.Tensor, (angle, math.pi / 2))
-            made = graph.call_function(torch.ops.aten.sin.default, (shifted,))
-        for node in (shifted, made):
-            node.meta.update(self.anchor.meta)
-        made.meta["ordinal"] = self.ordinal
-        self.anchor.replace_all_uses_with(made)
-        self.anchor.graph.erase_node(self.anchor)
-        return "again"
-
-
-def cosines(graph: torch.fx.Graph) -> Iterator[Candidate]:
-    for i, node in enumerate(graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)):
-        yield Again(node, i)
-
-
-COSINES = Fusion("cosines", "post_grad", "cosines", cosines)
-
-
-def sines(x: torch.Tensor) -> torch.Tensor:
-    return (x.sin() * 2).sin().square().sin()
-
-
-@pytest.mark.parametrize("stage, failed", [("post_grad", [1]), ("lowering", [1]), ("launch", [0, 1, 2])])
-def test_sites_of_a_backward(stage: str, failed: list[int]) -> None:
-    """The one that is to blame is found where the compile raises; all of its kernel go where a call does."""
-    x, y = (torch.linspace(0.1, 1, 8).requires_grad_() for _ in range(2))
-    hook = FusionPass("post_grad", (COSINES,))
-    with (
-        torch._inductor.config.patch(post_grad_custom_pre_pass=hook),
-        Fault(stage, lambda node: node.meta.get("ordinal") == 1, backward=True).inject() as fault,
-    ):
-        compiled(sines, stage)(x).sum().backward()
-    sines(y).sum().backward()
-    torch.testing.assert_close(x.grad, y.grad)
-    assert fault.raised
-    assert verdicts() == ["failed" if i in failed else "fused" for i in range(3)]
-
-
-def sines_of(graph: torch.fx.Graph) -> Iterator[Candidate]:
-    for i, node in enumerate(graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)):
-        if "ordinal" not in node.meta:
-            yield Again(node, i)
-
-
-@pytest.mark.parametrize("guilty", ["other", "guard"])
-def test_what_protects_stays(guilty: str) -> None:
-    """What keeps a graph from a wrong kernel runs where other fusions are left out, unless it raises."""
-    x = torch.linspace(0.1, 1, 8)
-    guard = Fusion("guard", "post_grad", "cosines", cosines, protects=True)
-    hook = FusionPass("post_grad", (guard, Fusion("other", "post_grad", "sines", sines_of)))
-    made: list[list[str]] = []
-    original = trials.Trials._again
-
-    def again(self: trials.Trials, *args: Any) -> trials.Made:
-        found = original(self, *args)
-        made.append([each.key[2] for each in found.attempt.fused])
-        return found
-
-    with (
-        torch._inductor.config.patch(post_grad_custom_pre_pass=hook),
-        Fault("post_grad", lambda node: node.name.startswith(f"inductor_fusions_{guilty}")).inject(),
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setattr(trials.Trials, "_again", again)
-        compiled(lambda x: x.cos().exp().sin(), "post_grad")(x)
-    found = {site.fusion: site.verdict for site in inductor_fusions.report()}
-    assert found == {each: "failed" if each == guilty else "fused" for each in ("other", "guard")}
-    assert made[0] == (["guard"] if guilty == "other" else [])

@@ -137,14 +137,7 @@ def test_fold_nested_layers() -> None:
     assert inner.label == "block.0.layer.0 … block.0.layer.1, 2 times the same"
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"operation": "mul"},
-        {"dead": True},
-        {"site": 1},
-    ],
-)
+@pytest.mark.parametrize("changed", [{"operation": "mul"}, {"dead": True}, {"site": 1}])
 def test_what_differs_is_not_folded(changed) -> None:
     lines = [line("a", "layers.0", ("x",)), line("b", "layers.1", ("x",), **changed)]
     rows = folding.rows(lines, lines, lambda line: line.site)

@@ -32,10 +32,7 @@ def on(device: torch.device, value: Any) -> Any:
 
 
 def check(
-    fn: Callable[..., Any],
-    inputs: Sequence[Any] | Mapping[str, Any],
-    device: torch.device,
-    **options: Any,
+    fn: Callable[..., Any], inputs: Sequence[Any] | Mapping[str, Any], device: torch.device, **options: Any
 ) -> testing.Checked:
     """`testing.check` on a device: one fused attention, with outputs and gradients in the error budget.
 

@@ -42,7 +42,6 @@ class Config:
         block_n, block_k: the tile of a weight.
         num_warps, num_stages: of the kernel that reads the weights, as Triton has them.
         splits: parts of K of the down-projections.
-        early: whether the second kernel starts before the first one ends.
         lanes: parts of `block_k` that warps multiply side by side; it divides both.
     """
 
@@ -51,7 +50,6 @@ class Config:
     num_warps: int
     num_stages: int
     splits: int
-    early: bool
     lanes: int = 1
 
     @property
@@ -86,13 +84,13 @@ class Shape:
 
 def default(shape: Shape, arch: int) -> Config:
     """A configuration that fits every device; it is not tuned."""
-    splits, early = _splits(shape, 16), arch >= 90
+    splits = _splits(shape, 16)
     if shape.rows <= 4 and shape.along:
-        return Config(2 if shape.rows == 1 else 4, _row_step(shape, 1024), 4, 1, splits, early)
+        return Config(2 if shape.rows == 1 else 4, _row_step(shape, 1024), 4, 1, splits)
     tall = padded(shape.rows)
     block_k = 128 if tall <= 32 else 64
     stages = 5 if tall == 16 else 4
-    return Config(32, block_k, 4, stages, splits, early)
+    return Config(32, block_k, 4, stages, splits)
 
 
 def vector(shape: Shape) -> int:
@@ -130,7 +128,7 @@ LANES = (
 def candidates(shape: Shape, arch: int) -> list[Config]:
     """Configurations worth measuring."""
     first = default(shape, arch)
-    splits, early, tall = first.splits, first.early, padded(shape.rows)
+    splits, tall = first.splits, padded(shape.rows)
     found = [first]
     if shape.rows <= MOST_SINGLE_ROWS and shape.along:
         for block_n, wanted, warps in ONE_ROW if shape.rows == 1 else SOME_ROWS:
@@ -138,22 +136,20 @@ def candidates(shape: Shape, arch: int) -> list[Config]:
             # With more rows, fewer columns spill.
             wide = shape.rows <= 4 or block_n >= 4
             if wide and block_n * block_k >= 32 * warps * (2 if shape.rows == 1 else vector(shape)):
-                found.append(Config(block_n, block_k, warps, 1, splits, early))
+                found.append(Config(block_n, block_k, warps, 1, splits))
     if 1 < shape.rows <= 16:
         for block_n, block_k, warps, stages in LANES:
             if block_k <= max(256, shape.inner // 2) and _under_way(
                 shape, block_n, block_k, stages - 1, arch
             ):
-                found.append(Config(block_n, block_k, warps, stages, splits, early, warps))
+                found.append(Config(block_n, block_k, warps, stages, splits, warps))
     for block_n, block_k, warps, stages in TILES:
         if _under_way(shape, block_n, block_k, stages, arch) and block_k * tall <= 4096:
-            found.append(Config(block_n, block_k, warps, stages, splits, early))
+            found.append(Config(block_n, block_k, warps, stages, splits))
     if max(shape.ranks) > 64:  # the parts of wide adapters need the registers
         found = [config for config in found if config.block_n < 64]
     fewer = _splits(shape, 8)
     found += [replace(config, splits=fewer) for config in found[:3]]
-    if early:
-        found.append(replace(first, early=False))
     return list(dict.fromkeys(found))
 
 
@@ -219,7 +215,7 @@ class Lowering(Linears):
         along = all(_inductor.strides(right)[0] == 1 for right in w)
         shape = Shape(sizes[0], sizes[1], tuple(columns), tuple(ranks), *dtypes, along)
         config = choose(shape, device)
-        early = config.early and self.early and capability(device) >= 90
+        early = self.early and capability(device) >= 90  # the second kernel starts before the first one ends
         parts = self._parts(x, a, shape, config, early, device)
         bias = zip(self.bias_groups, _inductor.realize(self.bias), strict=True)
         inputs = [("X", x), *((f"W{g}", right) for g, right in enumerate(w))]

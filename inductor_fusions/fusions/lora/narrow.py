@@ -127,8 +127,7 @@ def measured(shape: Shape, device: torch.device) -> Config | None:
         return None
 
     def fits(row: Row) -> Config | None:
-        # What tables of earlier versions have besides says nothing.
-        found = Config(**{name: given for name, given in row["config"].items() if name != "draws"})
+        found = Config(**row["config"])
         if all(row.get(name, 0) == wanted[name] for name in ("width", "ranks", "masks")):
             return found
         # Parts of K are worth adding up from four steps each.

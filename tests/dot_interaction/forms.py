@@ -1,0 +1,264 @@
+"""Pairwise dot products of features as people write them, and what is none.
+
+Functions of dense features x (SAMPLES, D) and of features t (SAMPLES, F, D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+SAMPLES, F, D = 6, 5, 8
+LI = [i for i in range(F) for j in range(i)]
+LJ = [j for i in range(F) for j in range(i)]
+Function = Callable[..., Any]
+
+
+def products(t: Any) -> Any:
+    return torch.bmm(t, torch.transpose(t, 1, 2))
+
+
+def reference_dlrm(x: Any, t: Any) -> Any:
+    """As in facebookresearch's DLRM: T is made of the dense features and the embeddings, pairs of lists."""
+    features = torch.cat([x] + [t[:, i] for i in range(1, F)], dim=1).view((SAMPLES, -1, D))
+    z = torch.bmm(features, torch.transpose(features, 1, 2))
+    _, ni, nj = z.shape
+    li = torch.tensor([i for i in range(ni) for j in range(i)])
+    lj = torch.tensor([j for i in range(nj) for j in range(i)])
+    return torch.cat([x] + [z[:, li, lj]], dim=1)
+
+
+def with_indices(make: Function) -> Function:
+    def fn(x: Any, t: Any) -> Any:
+        i, j = make()
+        return torch.cat([x, products(t)[:, i, j]], 1)
+
+    return fn
+
+
+def itself(x: Any, t: Any) -> Any:
+    """A feature with itself as well."""
+    i = torch.tensor([i for i in range(F) for j in range(i + 1)])
+    j = torch.tensor([j for i in range(F) for j in range(i + 1)])
+    return torch.cat((x, products(t)[:, i, j]), dim=1)
+
+
+def beside(t: Any, dim: int = 1) -> Any:
+    """As DeepCTR's products of features."""
+    features = torch.split(t, 1, dim=dim)
+    pairs = [(i, j) for i in range(len(features) - 1) for j in range(i + 1, len(features))]
+    p, q = (torch.cat([features[pair[side]] for pair in pairs], dim=dim) for side in (0, 1))
+    return torch.sum(p * q, dim=2, keepdim=True)
+
+
+def cells() -> torch.Tensor:
+    return torch.tensor([i * F + j for i, j in zip(LI, LJ, strict=True)])
+
+
+SPELLINGS: dict[str, Function] = {
+    "beside each other": lambda x, t: beside(t),
+    "beside each other, some": lambda x, t: (
+        torch.cat(t.split(1, 1)[:2], 1) * torch.cat([t[:, 3:4], t.narrow(1, -1, 1)], dim=-2)
+    ).sum(-1),
+    "summed, a dim kept": lambda x, t: (t[:, LI] * t[:, LJ]).sum(-1, keepdim=True) * 2,
+    "reference": reference_dlrm,
+    "itself": itself,
+    "tril_indices": with_indices(lambda: torch.tril_indices(F, F, -1)),
+    "tril_indices, to": with_indices(lambda: torch.tril_indices(F, F, offset=-1).to("cpu").unbind()),
+    "triu_indices": with_indices(lambda: torch.triu_indices(F, F, offset=1)),
+    "triu with diagonal": with_indices(lambda: torch.triu_indices(F, F)),
+    "tril with diagonal": with_indices(lambda: torch.tril_indices(row=F, col=F)),
+    "lists": lambda x, t: torch.cat([x, products(t)[:, LI, LJ]], 1),
+    "matmul": lambda x, t: torch.cat([x, (t @ t.mT)[:, LI, LJ]], -1),
+    "permute": lambda x, t: torch.cat([x, torch.matmul(t, t.permute(0, 2, 1))[:, LI, LJ]], dim=-1),
+    "einsum": lambda x, t: torch.cat([x, torch.einsum("bid,bjd->bij", t, t)[:, LI, LJ]], 1),
+    "beside a factor by its name": (
+        lambda x, t: torch.cat([torch.mul(x, other=x), torch.bmm(t, t.mT)[:, LI, LJ]], 1)
+    ),
+    "einsum, turned": lambda x, t: torch.einsum("xyz,xwz->xwy", t, t)[:, LI, LJ] + x.sum(),
+    "transposed first": lambda x, t: torch.bmm(t.mT, t)[:, [1, 2, 2], [0, 0, 1]] + x.sum(),
+    "no concatenation": lambda x, t: products(t)[:, LI, LJ] * x.sum(1, keepdim=True),
+    "behind another": lambda x, t: torch.cat([products(t)[:, LI, LJ], x], 1),
+    "scaled": lambda x, t: torch.cat([x, (0.5 * products(t) / D**0.5)[:, LI, LJ]], 1),
+    "scaled, flattened": lambda x, t: (products(t).flatten(1) * 0.5)[:, torch.tensor([1, 7])] * x.sum(),
+    "index_select": lambda x, t: (
+        (t.index_select(1, torch.tensor(LI)) * torch.index_select(t, 1, torch.tensor(LJ))).sum(2) * x.sum()
+    ),
+    "einsum of pairs": lambda x, t: torch.einsum("bpd,bpd->bp", t[:, LI], t[:, LJ]) * x.sum(),
+    "stacked": lambda x, t: (
+        (torch.stack([t[:, i] for i in LI], 1) * torch.stack([t[:, j] for j in LJ], dim=1)).sum(-1) * x.sum()
+    ),
+    "stacked, unbound": lambda x, t: (
+        (
+            torch.stack([t.unbind(1)[i] for i in LI], 1) * torch.stack([t.unbind(dim=1)[j] for j in LJ], -2)
+        ).sum(-1)
+        * x.sum()
+    ),
+    "three parts": lambda x, t: torch.cat([x, products(t)[:, LI, LJ], x], 1),
+    "all other dims": lambda x, t: torch.cat([x, products(t)[..., LI, LJ]], 1),
+    "rows": lambda x, t: (lambda z: torch.cat([x, *(z[:, i, :i] for i in range(1, F))], 1))(products(t)),
+    "columns": lambda x, t: (
+        (lambda z: torch.cat([z[:, i + 1 :, i] for i in range(F - 1)], -1))(products(t)) * x.sum()
+    ),
+    "elements": lambda x, t: (
+        lambda z: torch.cat([x, torch.stack([z[:, i, j] for i, j in zip(LI, LJ, strict=True)], 1)], 1)
+    )(products(t)),
+    "gather": lambda x, t: torch.cat([x, products(t).flatten(1).gather(1, cells().expand(SAMPLES, -1))], 1),
+    "take_along_dim": lambda x, t: (
+        torch.take_along_dim(products(t).reshape(SAMPLES, -1), cells()[None], 1) + x.sum()
+    ),
+}
+
+
+class Buffers(nn.Module):
+    """As torchrec's InteractionArch: which pairs they are is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("triu_indices", torch.triu_indices(F, F, offset=1), persistent=False)
+
+    def forward(self, x: Any, t: Any) -> Any:
+        return torch.cat((x, products(t)[:, self.triu_indices[0], self.triu_indices[1]]), dim=1)
+
+
+def overwritten_index(x: Any, t: Any) -> Any:
+    i, j = torch.tensor(LI), torch.tensor(LJ)
+    j[0] = 3
+    return torch.cat([x, products(t)[:, i, j]], 1)
+
+
+def two_readers(x: Any, t: Any) -> Any:
+    z = products(t)
+    return torch.cat([x, z[:, LI, LJ]], 1), z.sum()
+
+
+class Flattened(nn.Module):
+    """As in NVIDIA's DLRM: cells of the flattened products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cells", torch.tensor([i * F + j for i in range(F) for j in range(i)]))
+
+    def forward(self, x: Any, t: Any) -> Any:
+        return torch.cat((x, products(t).view(-1, F * F)[:, self.cells]), dim=1)
+
+
+#: Pairs that are no triangle, or of which the graph does not say which they are.
+GIVEN: dict[str, Function] = {
+    "other pairs": lambda x, t: products(t)[:, [1, 2, 2], [0, 0, 0]],
+    "a pair three times": lambda x, t: products(t)[:, [1, 2, 1, 0, 1], [0, 2, 0, 1, 0]],
+    "negative": lambda x, t: products(t)[:, [1, -1, -2], [0, -2, 0]],
+    "another order": lambda x, t: products(t)[:, LI[::-1], LJ[::-1]],
+    "of fewer features": with_indices(lambda: torch.tril_indices(F - 1, F - 1, -1)),
+    "another diagonal": with_indices(lambda: torch.tril_indices(F, F, -2)),
+    "not square": with_indices(lambda: torch.tril_indices(F, F - 2, -1)),
+    "rows and columns turned": with_indices(lambda: torch.tril_indices(F, F, -1).flip(0)),
+    "computed": with_indices(lambda: torch.tril_indices(F, F, -1) * 1),
+    "a buffer": Buffers(),
+    "flattened, a buffer": Flattened(),
+    "flattened": lambda x, t: products(t).flatten(1)[:, torch.tensor(LI) * F + torch.tensor(LJ)],
+    "selected": lambda x, t: products(t).reshape(-1, F * F).index_select(1, torch.tensor([3, 3, 24])),
+    "two gathers": lambda x, t: torch.cat([x, (t[:, [0, 1, 1]] * t[:, [2, 3, 3]]).sum(-1)], 1),
+}
+#: A triangle, written in other ways.
+TRIANGLES: dict[str, Function] = {
+    "flattened": lambda x, t: products(t).flatten(1)[:, [i * F + j for i, j in zip(LI, LJ, strict=True)]],
+    "two gathers": lambda x, t: torch.sum(t[:, LI] * t[:, LJ], dim=2),
+}
+
+
+def matrices_of_pairs(x: Any) -> Any:
+    """(pairs, D, D)"""
+    return (x[0, :, None] * x[1]).expand(len(LI), -1, -1)
+
+
+def selected(t: Any, features: list[int]) -> Any:
+    return t.index_select(1, torch.tensor(features))
+
+
+#: What is left alone, with a part of the reason; None: nothing is said.
+OTHERS: dict[str, tuple[Function, str | None]] = {
+    "gathered of two": (lambda x, t: (t[:, LI] * (t + 1)[:, LJ]).sum(-1), None),
+    "summed over the pairs": (lambda x, t: (t[:, LI] * t[:, LJ]).sum(1), None),
+    "beside each other, two rows each": (
+        lambda x, t: (torch.cat((h := t.split(2, 1))[:2], 1) * torch.cat(h[:2][::-1], 1)).sum(-1), None
+    ),
+    "beside each other, over samples": (lambda x, t: beside(t, 0), None),
+    "beside each other, of another": (
+        lambda x, t: (torch.cat(t.split(1, 1)[:2], 1) * torch.cat((t + 1).split(1, 1)[1:3], 1)).sum(2), None
+    ),
+    "a triangle of zeros": (lambda x, t: products(t).tril(-1).flatten(1), "through tril"),
+    "a causal mask": (lambda x, t: products(t).tril() @ t, None),
+    "summed in another dtype": (lambda x, t: (t[:, LI] * t[:, LJ]).sum(-1, dtype=torch.float64), None),
+    "used elsewhere": (two_readers, "used-elsewhere"),
+    "overwritten index": (overwritten_index, "overwritten"),
+    "another second operand": (lambda x, t: torch.bmm(t, (t + 1).mT)[:, LI, LJ], None),
+    "another transpose": (lambda x, t: (t @ t.transpose(0, 1).transpose(0, 2))[:, [1], [0]], None),
+    "permuted": (lambda x, t: torch.bmm(t, t.permute(0, 1, 2))[:, [1, 2], [0, 0]], None),
+    "over the samples": (lambda x, t: torch.einsum("bid,bjd->ijb", t, t)[:, [1, 2], [0, 0]], None),
+    "scaled by a tensor": (lambda x, t: (products(t) * x[:, :1, None])[:, LI, LJ], None),
+    "scaled, used elsewhere": (
+        lambda x, t: (lambda z: z[:, LI, LJ] + z.sum())(products(t) * 2), "used-elsewhere"
+    ),
+    "einsum over the pairs": (lambda x, t: torch.einsum("bpd,bpd->bd", t[:, LI], t[:, LJ]), None),
+    "stacked, of two": (
+        lambda x, t: (torch.stack([t[:, 0], t[:, 1]], 1) * torch.stack([x, t[:, 2]], 1)).sum(-1), None
+    ),
+    "stacked, over samples": (
+        lambda x, t: (torch.stack([t[0], t[1]], 1) * torch.stack([t[2], t[3]], 1)).sum(-1), None
+    ),
+    "index_select of the width": (
+        lambda x, t: (t.index_select(2, (i := torch.tensor([1, 0]))) * t.index_select(2, i)).sum(-1), None
+    ),
+    "all products": (lambda x, t: torch.bmm(t, t.transpose(1, 2)).flatten(1) + x[:, :1], "all products"),
+    "all products, weighed": (lambda x, t: (products(t) * x.sum(0)[:F]).sum((1, 2)), "times a factor"),
+    "other cells of each sample": (
+        lambda x, t: products(t).flatten(1).gather(1, (x > 0).long() + 2), "a matrix of indices"
+    ),
+    "columns by columns of an index": (
+        lambda x, t: products(t).flatten(1).gather(1, cells()[:SAMPLES, None].expand(-1, 4)),
+        "a matrix of indices",
+    ),
+    "rows of two": (
+        lambda x, t: torch.cat([products(t + k)[:, k, :k] for k in (1, 2, 3)], 1), None
+    ),
+    "every second column": (lambda x, t: torch.cat([products(t)[:, i, ::2] for i in range(F)], 1), None),
+    "all products, viewed": (lambda x, t: products(t).reshape(t.shape[0], -1), "all products"),
+    "one gather": (lambda x, t: (t[:, LI] * x[:, None]).sum(-1), None),
+    "a mask of others": (lambda x, t: t[:, torch.ones(F, D, dtype=torch.bool).tril(-1)], None),
+    "all products of samples": (lambda x, t: products(t).flatten(0, 1), None),
+    "matrices of pairs": (
+        lambda x, t: (torch.einsum("bpd,pde->bpe", t[:, LI], matrices_of_pairs(x)) * t[:, LJ]).sum((1, 2)),
+        "through matrices",
+    ),
+    "one matrix, element by element": (  # FiBiNET
+        lambda x, t: (t @ (x.t() @ x))[:, LI] * t[:, LJ], "through matrices"
+    ),
+    "a matrix of each pair, by index_select": (
+        lambda x, t: selected(t, LJ) * (selected(t, LI).unsqueeze(2) @ matrices_of_pairs(x)).squeeze(2),
+        "through matrices",
+    ),
+    "one by one, through matrices": (
+        lambda x, t: [nn.functional.linear(t[:, i], (x.t() @ x)) * t[:, 4] for i in range(4)],
+        "through matrices",
+    ),
+    "a matrix of each pair, element by element": (  # DeepCTR's outer products
+        lambda x, t: (
+            (t[:, LI].unsqueeze(1) * matrices_of_pairs(x).transpose(0, 1)).sum(-1).transpose(1, 2) * t[:, LJ]
+        ).sum(-1),
+        "through matrices",
+    ),
+    "two through a matrix": (
+        lambda x, t: [nn.functional.linear(t[:, i], (x.t() @ x)) * t[:, 4] for i in range(2)], None
+    ),
+    "matrices, of two": (lambda x, t: (t @ (x.t() @ x))[:, LI] * (t + 1)[:, LJ], None),
+    "matrices of pairs, of two": (
+        lambda x, t: (torch.einsum("bpd,pde->bpe", t[:, LI], matrices_of_pairs(x)) * (t + 1)[:, LJ]).sum(-1),
+        None,
+    ),
+    "pairs in rows": (lambda x, t: products(t)[:, [[1, 2], [2, 3]], [[0, 0], [1, 2]]], None),
+    "a slice of samples": (lambda x, t: products(t)[1:, LI, LJ], None),
+}  # fmt: skip

@@ -1,0 +1,171 @@
+"""Losses of logits as models and trainers write them, and those that are left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+#: A batch of sequences, the width of the hidden states, classes.
+B, T, H, V = 2, 9, 24, 61
+Function = Callable[..., Any]
+
+
+def causal(logits: Any, labels: Any) -> Any:
+    """Of transformers: labels are shifted, and logits cast."""
+    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+    labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1), ignore_index=-100, reduction="mean")
+
+
+def shifted_logits(logits: Any, labels: Any) -> Any:
+    logits, labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
+
+
+def capped(logits: Any, labels: Any) -> Any:
+    """Of Gemma 2, with a sum that is divided by a number of tokens."""
+    logits = torch.tanh(logits / 3.0) * 3.0
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1), reduction="sum") / 14
+
+
+def scaled(logits: Any, labels: Any) -> Any:
+    """Of Granite and Cohere."""
+    return F.cross_entropy((0.25 * logits / 1.5).reshape(-1, V), labels.flatten())
+
+
+def of_classes_in_the_middle(logits: Any, labels: Any) -> Any:
+    return nn.CrossEntropyLoss(label_smoothing=0.1)(logits.transpose(1, 2), labels)
+
+
+def weighted(logits: Any, labels: Any, weights: Any) -> Any:
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1), weights, label_smoothing=0.2)
+
+
+def weighted_each(logits: Any, labels: Any, weights: Any) -> Any:
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1), weights, reduction="none")
+
+
+def each(logits: Any, labels: Any) -> Any:
+    """Rows that the caller weighs."""
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1), reduction="none", label_smoothing=0.1)
+
+
+def likelihood(logits: Any, labels: Any) -> Any:
+    logs = F.log_softmax(logits[:, :-1], dim=-1)
+    return F.nll_loss(logs.reshape(-1, V), labels[:, 1:].reshape(-1))
+
+
+def likelihood_in_the_middle(logits: Any, labels: Any) -> Any:
+    return F.nll_loss(torch.log_softmax(logits.mT, 1), labels, reduction="sum")
+
+
+def log_probabilities(logits: Any, labels: Any) -> Any:
+    """Of DPO: labels are overwritten where they are left out."""
+    logits, labels = logits[:, :-1], labels[:, 1:].clone()
+    mask = labels != -100
+    labels[labels == -100] = 0
+    return torch.gather(logits.log_softmax(-1), 2, labels.unsqueeze(2)).squeeze(2) * mask
+
+
+def some_classes(logits: Any, labels: Any) -> Any:
+    return F.cross_entropy(logits[..., : V - 1].reshape(-1, V - 1), labels.clamp(0, V - 2).view(-1))
+
+
+def another_ignored(logits: Any, labels: Any) -> Any:
+    """A class that there is."""
+    return F.cross_entropy(logits.view(-1, V), labels.clamp(min=0).view(-1), ignore_index=0)
+
+
+#: A function of logits and labels, or of a weight of each class too; and the operation that it becomes.
+FORMS: dict[str, tuple[Function, str]] = {
+    "causal": (causal, "linear_cross_entropy"),
+    "shifted logits": (shifted_logits, "linear_cross_entropy"),
+    "capped": (capped, "linear_cross_entropy"),
+    "scaled": (scaled, "linear_cross_entropy"),
+    "classes in the middle": (of_classes_in_the_middle, "linear_cross_entropy"),
+    "weighted": (weighted, "linear_cross_entropy"),
+    "weighted, each": (weighted_each, "linear_softmax_rows"),
+    "each": (each, "linear_softmax_rows"),
+    "likelihood": (likelihood, "linear_cross_entropy"),
+    "likelihood in the middle": (likelihood_in_the_middle, "linear_cross_entropy"),
+    "log-probabilities": (log_probabilities, "linear_softmax_rows"),
+    "some classes": (some_classes, "linear_cross_entropy"),
+    "another label is ignored": (another_ignored, "linear_cross_entropy"),
+    "one sample": (lambda logits, labels: F.cross_entropy(logits[1], labels[1]) * 2, "linear_cross_entropy"),
+}  # fmt: skip
+
+
+def returned(logits: Any, labels: Any) -> Any:
+    return causal(logits, labels), logits
+
+
+def returned_capped(logits: Any, labels: Any) -> Any:
+    logits = torch.tanh(logits / 3.0) * 3.0
+    return causal(logits, labels), logits
+
+
+def returned_wider(logits: Any, labels: Any) -> Any:
+    """As accelerate casts what a model returns under autocast."""
+    return causal(logits, labels), logits.double()
+
+
+def returned_slice(logits: Any, labels: Any) -> Any:
+    return shifted_logits(logits, labels), logits
+
+
+def read_elsewhere(logits: Any, labels: Any) -> Any:
+    return causal(logits, labels) + 1e-4 * logits.logsumexp(-1).square().mean()
+
+
+def probabilities(logits: Any, labels: Any) -> Any:
+    return F.cross_entropy(logits.view(-1, V), torch.softmax(logits.detach(), -1).view(-1, V))
+
+
+def overwritten(logits: Any, labels: Any) -> Any:
+    logits[:, 0] = 0.0
+    return causal(logits, labels)
+
+
+def without_gradients(logits: Any, labels: Any) -> Any:
+    with torch.no_grad():
+        loss = causal(logits, labels)
+    return loss + logits.sum()
+
+
+def of_another_softmax(logits: Any, labels: Any) -> Any:
+    return F.nll_loss(logits.view(-1, V).log_softmax(0), labels.view(-1))
+
+
+def classes_that_are_rows(logits: Any, labels: Any) -> Any:
+    return F.cross_entropy(logits.reshape(V, -1).t(), labels.view(-1))
+
+
+def of_as_many_classes_as_tokens(logits: Any, labels: Any) -> Any:
+    tokens = logits.shape[1]
+    return F.cross_entropy(torch.narrow(logits, -1, 0, tokens).reshape(-1, tokens), labels.view(-1) % tokens)
+
+
+def rows_of_two_losses(logits: Any, labels: Any) -> Any:
+    half, first = logits.shape[1] // 2, labels[:, 0]
+    return F.cross_entropy(logits.narrow(1, 0, half + 1)[:, 0], first) + F.cross_entropy(
+        logits.narrow(1, half - 1, half)[:, 0], first
+    )
+
+
+#: With a part of the reason.
+OTHERS: dict[str, tuple[Function, str]] = {
+    "the logits are returned": (returned, "used-elsewhere"),
+    "the logits are read elsewhere": (read_elsewhere, "used-elsewhere"),
+    "probabilities": (probabilities, "loss"),
+    "a tensor is added": (lambda logits, labels, weights: causal(logits.tanh() + weights, labels), "loss"),
+    "rounded": (lambda logits, labels: causal(logits.bfloat16(), labels), "rounded"),
+    "capped twice": (lambda logits, labels: causal(logits.tanh().tanh(), labels), "loss"),
+    "overwritten": (overwritten, "overwritten"),
+    "gradients are off": (without_gradients, ""),
+    "another softmax": (of_another_softmax, "loss"),
+    "classes that are rows": (classes_that_are_rows, "loss"),
+}

@@ -47,6 +47,7 @@ EVERY = 8
 WITHOUT = {
     "test_a_cell_that_is_none",
     "test_label_out_of_bounds",
+    "test_label_out_of_bounds_of_log_probabilities",
     "test_returned_logits_without_gradients",
     "test_some_mutants",
     "test_numbers",

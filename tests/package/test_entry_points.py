@@ -243,6 +243,13 @@ def test_patterns_without_a_lambda(patterns: object) -> None:
             declare(patterns)
 
 
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_order_is_no_text(where: str) -> None:
+    """Its letters would be taken for names, which nothing has."""
+    with pytest.raises(TypeError, match=f"{where} must be a tuple of names, not 'qkv'"):
+        fusion("a", **{where: "qkv"})
+
+
 # -- source ---------------------------------------------------------------------------------------
 
 

@@ -117,10 +117,10 @@ class Memory:
         inner = {*members, *(unviewed(node) for node in members)}
         reads = {unviewed(x) for x in operands_of(products)}
         # Another form of an operand is in memory for these products alone.
-        spelled = {unviewed(x) for node in inner for x in node.all_input_nodes}
+        forms = {unviewed(x) for node in inner for x in node.all_input_nodes}
         gone = {
             node
-            for node in (spelled | set(made)) - reads
+            for node in (forms | set(made)) - reads
             if (node in self._values or node in made) and _is_read_by(node, inner)
         }
         births = {node: self._values[node].birth for node in reads if node in self._values}

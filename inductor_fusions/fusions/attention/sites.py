@@ -57,7 +57,7 @@ class HandWritten(Candidate):
         beside: other softmaxes on the same scores, which are asked about already.
     """
 
-    choice: kernels.Choice
+    choice: kernels.KernelChoice
 
     def __init__(self, scope: Scope, softmax: fx.Node, beside: tuple[fx.Node, ...] = ()) -> None:
         self.scope, self.anchor, self.beside = scope, softmax, beside
@@ -158,7 +158,7 @@ class HandWritten(Candidate):
 class SdpaCall(Candidate):
     """A call of scaled_dot_product_attention, whose mask may say less than it costs."""
 
-    choice: kernels.Choice
+    choice: kernels.KernelChoice
 
     def __init__(self, scope: Scope, call: fx.Node) -> None:
         self.scope, self.anchor = scope, call
@@ -287,7 +287,7 @@ class SdpaCall(Candidate):
 
 
 def _replace(
-    scope: Scope, choice: kernels.Choice, output: fx.Node, chain: list[fx.Node],
+    scope: Scope, choice: kernels.KernelChoice, output: fx.Node, chain: list[fx.Node],
     kept: Callable[[], set[object]], grouped: bool = False,
 ) -> str:  # fmt: skip
     """Emit a kernel in the place of `output`, and erase a chain of nodes.

@@ -104,6 +104,7 @@ class Adapted(Candidate):
         }
 
     def guard(self) -> None:
+        """Keep the longest part of the group, from its first linear on, that may be fused."""
         if self.group[0].problem:
             raise LeftToStock(self.group[0].problem)
         guards.check_device(self.anchor)

@@ -253,11 +253,9 @@ def _rows_with_tiles(query: Query, device: torch.device) -> list[Row]:
     """The rows whose tiles may be those of a problem: source by source, the nearest first."""
     found: list[Row] = []
     for some in sources(device):
-        near = list(_near(query, [source for source in some if source.is_alike]))
-        near.sort(key=lambda entry: entry[1])
-        found += [
-            item.row for _, apart, item in near if item.row["config"] is not None and apart <= TILES_REACH
-        ]
+        near = sorted(_near(query, [each for each in some if each.is_alike]), key=lambda entry: entry[1])
+        rows = (item.row for _, apart, item in near if apart <= TILES_REACH)
+        found += [row for row in rows if row["config"] is not None]
     return found
 
 

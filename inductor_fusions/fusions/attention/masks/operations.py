@@ -158,7 +158,7 @@ def _cast(interpreter: Interpreter, op: torch_ops.Op) -> Value:
 
 
 def _holds_elements(value: Value) -> bool:
-    return any(part.elements for part in branches(value))
+    return any(list(part.elements) for part in branches(value))
 
 
 @rule(*torch_ops.COPIES, "detach")

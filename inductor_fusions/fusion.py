@@ -213,9 +213,6 @@ class Fusion:
     patterns: list[Anchor | Group | Replacement] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        for name, names in (("before", self.before), ("after", self.after)):
-            if isinstance(names, str):
-                raise TypeError(f"{self.name}: {name} must be a tuple of names, not {names!r}")
         if self.recognise is not None:
             warnings.warn(
                 f"{self.name}: `recognise` will be removed in the next release; use `anchor`, `group` or "

@@ -243,13 +243,6 @@ def test_patterns_without_a_lambda(patterns: object) -> None:
             declare(patterns)
 
 
-@pytest.mark.parametrize("where", ["before", "after"])
-def test_order_is_no_text(where: str) -> None:
-    """Its letters would be taken for names, which nothing has."""
-    with pytest.raises(TypeError, match=f"{where} must be a tuple of names, not 'qkv'"):
-        fusion("a", **{where: "qkv"})
-
-
 # -- source ---------------------------------------------------------------------------------------
 
 
@@ -384,9 +377,10 @@ def test_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("FUSION = 3", "it is a int, not a Fusion"),
         ("pass", "FUSION"),
         (MODULE.replace('"swish", "pre_grad"', '"swish", "first"'), "stage 'first'"),
+        (MODULE.replace('before=("attention",)', 'before="qkv"'), "not 'qkv'"),
         (MODULE.replace('Fusion("swish"', 'Fusion("attention"'), "already"),
     ],
-    ids=["raises", "no-fusion", "no-name", "no-stage", "same-name"],
+    ids=["raises", "no-fusion", "no-name", "no-stage", "no-tuple", "same-name"],
 )
 def test_entry_point_that_does_not_load(text: str, says: str, installed: Path) -> None:
     """It is named in a warning, and everything else works."""

@@ -71,7 +71,13 @@ def downwards(
             continue
         ops = [read(user) for user in users]
         if not users or (len(users) > 1 and any(op is None or op.name not in PRODUCTS for op in ops)):
-            raise _read_elsewhere(users)
+            other = next((u for u in users if (op := read(u)) is None or op.name not in PRODUCTS), users[-1])
+            raise Reason.WEIGHTS.rejected(
+                f"the attention weights are {_read_by(other)}",
+                "do not request the weights: output_attentions=False, need_weights=False"
+                if any(map(_is_returned, users))
+                else "",
+            )
         user, op = users[0], ops[0]
         if op is None:
             raise Reason.WEIGHTS.rejected("the attention weights are returned")
@@ -122,46 +128,6 @@ def downwards(
         raise Reason.WEIGHTS.rejected(f"the attention weights are {_read_by(other)}")
 
 
-def _passed(
-    site: Attention, op: Op, node: fx.Node, number: Callable[[Any], float | None], at: Arrangement
-) -> Arrangement:
-    """Read an operation that keeps the weights, such as a view or a dropout; the arrangement behind it."""
-    before, after = tensor(node), tensor(op.node)
-    if op.name == "nan_to_num":
-        if op["nan"] is not None and number(op["nan"]) != 0.0:
-            raise _between(op, node)
-        site.drops_nan = True
-    elif op.name == "dropout":
-        p = dropout_p(op)
-        if p and site.dropout:
-            raise Reason.DROPOUT.rejected("two dropouts follow the softmax")
-        site.dropout = site.dropout or p
-    elif is_view(op):
-        below = None if before is None or after is None else at.viewed(before.shape, after.shape)
-        if below is None:
-            raise Misplaced(Reason.IN_BETWEEN(f"{op.name} reshapes the query or key dim of the weights"))
-        return below
-    elif (dims := permutation(op)) is not None:
-        return at.below(dims)
-    elif op.name == "expand":
-        if before is None or after is None or not same_shape(before.shape, after.shape):
-            raise Reason.SHAPES.rejected("the attention weights are expanded")
-    elif op.name in torch_ops.CASTS:
-        if after is None or not after.is_floating_point():
-            raise Reason.MIXED_DTYPES.rejected("the attention weights are cast to integers")
-    elif op.name not in torch_ops.COPIES:
-        raise _between(op, node)
-    return at
-
-
-def _read_elsewhere(users: list[fx.Node]) -> Rejected:
-    """Why weights cannot be left out: the first reader that is no product."""
-    other = next((u for u in users if (op := read(u)) is None or op.name not in PRODUCTS), users[-1])
-    returned = any(map(_is_returned, users))
-    hint = "do not request the weights: output_attentions=False, need_weights=False" if returned else ""
-    return Reason.WEIGHTS.rejected(f"the attention weights are {_read_by(other)}", hint)
-
-
 def _read_by(user: fx.Node) -> str:
     return "returned" if user.op == "output" else f"also used by {user.name}"
 
@@ -198,6 +164,38 @@ def _assigned(
         return None
     shape = value(node).shape
     return Term(at.seen(masked[0], shape), at.sizes(shape), fill=0.0)
+
+
+def _passed(
+    site: Attention, op: Op, node: fx.Node, number: Callable[[Any], float | None], at: Arrangement
+) -> Arrangement:
+    """Read an operation that keeps the weights, such as a view or a dropout; the arrangement behind it."""
+    before, after = tensor(node), tensor(op.node)
+    if op.name == "nan_to_num":
+        if op["nan"] is not None and number(op["nan"]) != 0.0:
+            raise _between(op, node)
+        site.drops_nan = True
+    elif op.name == "dropout":
+        p = dropout_p(op)
+        if p and site.dropout:
+            raise Reason.DROPOUT.rejected("two dropouts follow the softmax")
+        site.dropout = site.dropout or p
+    elif is_view(op):
+        below = None if before is None or after is None else at.viewed(before.shape, after.shape)
+        if below is None:
+            raise Misplaced(Reason.IN_BETWEEN(f"{op.name} reshapes the query or key dim of the weights"))
+        return below
+    elif (dims := permutation(op)) is not None:
+        return at.below(dims)
+    elif op.name == "expand":
+        if before is None or after is None or not same_shape(before.shape, after.shape):
+            raise Reason.SHAPES.rejected("the attention weights are expanded")
+    elif op.name in torch_ops.CASTS:
+        if after is None or not after.is_floating_point():
+            raise Reason.MIXED_DTYPES.rejected("the attention weights are cast to integers")
+    elif op.name not in torch_ops.COPIES:
+        raise _between(op, node)
+    return at
 
 
 def _set_to_zero(site: Attention, zeroed: Term, keeps_nan: bool = False) -> None:

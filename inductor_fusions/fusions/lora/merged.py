@@ -159,7 +159,7 @@ def _keeps_values(op: Op) -> bool:
     return (before.dtype, before.device) == (after.dtype, after.device)
 
 
-def _how_made(weight: fx.Node, is_linear: bool) -> str:
+def _made(weight: fx.Node, is_linear: bool) -> str:
     """How an adapter makes a weight: from a product of two narrow matrices, or otherwise; "" if none does.
 
     Args:
@@ -276,7 +276,7 @@ def merged_weight(scope: Inputs, match: Match) -> Candidate | None:
     if site is not None:
         return MergedWeight(site, scope)
     x = None if found is None else tensor(found[0])
-    how = _how_made(found[1], found[2] or x.dim() > 2) if found is not None and x is not None else ""
+    how = _made(found[1], found[2] or x.dim() > 2) if found is not None and x is not None else ""
     if not how:
         return None
     why = Reason.MERGED(

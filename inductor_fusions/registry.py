@@ -79,6 +79,9 @@ def _checked(loaded: Any, taken: set[str]) -> tuple[Fusion, ...]:
             raise TypeError(f"it is a {type(fusion).__name__}, not a Fusion")
         if fusion.stage not in get_args(Stage):
             raise ValueError(f"stage {fusion.stage!r} is not one of {', '.join(get_args(Stage))}")
+        for where, names in (("before", fusion.before), ("after", fusion.after)):
+            if isinstance(names, str):  # whose letters would be taken for names
+                raise TypeError(f"{where} must be a tuple of names, not {names!r}")
         if fusion.name in taken or config.toggle_of(fusion.name):
             raise ValueError(f"the name {fusion.name!r} is already that of a fusion or of an entry of config")
     return given

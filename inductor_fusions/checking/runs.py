@@ -89,7 +89,12 @@ def run(
 
     Returns:
         Outputs, gradients by name (see `leaves`), and the cotangents.
+
+    Raises:
+        TypeError: `fn` cannot be called.
     """
+    if not callable(fn):
+        raise TypeError(f"fn must be a function or a module, not {type(fn).__name__}")
     args, kwargs = copied((tuple(args), dict(kwargs)), train)
     if not train:
         with torch.no_grad():
@@ -218,7 +223,13 @@ def near(tree: Any, sample: int) -> Any:
 
 
 def split(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of inputs given as a sequence or as a mapping."""
+    """Positional and keyword arguments of inputs given as a sequence or as a mapping.
+
+    Raises:
+        TypeError: they are a tensor, whose rows would be taken for the arguments.
+    """
+    if isinstance(inputs, torch.Tensor):
+        raise TypeError("the arguments of the function must be a sequence or a mapping, not a tensor: (x,)")
     return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
 
 

@@ -37,7 +37,8 @@ def main() -> None:
     except Exception as error:
         # Typer's own errors; their base class has no public name that all versions share.
         if hasattr(error, "format_message"):
-            print(f"{PROG}: {one_line(error.format_message())}", file=sys.stderr)
+            said = one_line(error.format_message()).replace("Value error, ", "")  # pydantic's
+            print(f"{PROG}: {said}", file=sys.stderr)
             code = getattr(error, "exit_code", 2)
         elif getattr(error, "errno", None) == errno.ENOSPC:  # where the output goes
             print(f"{PROG}: {error}", file=sys.stderr)

@@ -84,14 +84,14 @@ class _Tune(TyperCommand):
 def tune(
     context: typer.Context,
     kind: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="KIND",
             help="What to tune: attention, flex, lora or projections; with --why, a section of a "
             "table. Or run SCRIPT [ARGS]: run a script and measure what it compiles. Or export "
             "[FILE]: write the measurements of this machine as a table.",
         ),
-    ],
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -136,6 +136,8 @@ def tune(
 
     Measure on an idle device, and commit the results with the table.
     """
+    if kind is None:
+        raise UserError("tune needs a KIND: attention, flex, lora, projections, run SCRIPT or export [FILE]")
     if kind == "run":
         raise typer.Exit(run_script(context.meta["given"], find_device(Device.auto)))
     if kind == "export":

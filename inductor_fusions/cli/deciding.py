@@ -66,7 +66,8 @@ def _read(section: str, problem: str) -> dict[str, Any]:
         row = json.loads(problem)
         SECTIONS[section].check_problem(row)
     except ValueError as error:
+        what = f"{problem} is not JSON" if isinstance(error, json.JSONDecodeError) else error
         columns = ", ".join((*SECTIONS[section].columns, *SECTIONS[section].may))
-        raise UserError(f"--why: {error}; the columns of {section} are {columns}") from None
+        raise UserError(f"--why: {what}; the columns of {section} are {columns}") from None
     found: dict[str, Any] = row
     return found

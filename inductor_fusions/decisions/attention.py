@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -104,19 +105,17 @@ def _row(dtype: torch.dtype, batch_heads: int, q_len: int, kv_len: int, head_dim
 
 def _rows(device: torch.device, wanted: Row, column: str) -> Iterator[list[Row]]:
     """The rows with a column for a head dim and dtype: of the device, then of those with its capability."""
+
+    def agrees(row: Row) -> bool:
+        same = row["head_dim"] == wanted["head_dim"] and half(row["dtype"]) == half(wanted["dtype"])
+        return same and column in row
+
     for some in sources(device):
-        yield [
-            item.row
-            for source in some
-            if source.is_alike
-            for item in source.table.rows("attention")
-            if column in item.row
-            and item.row["head_dim"] == wanted["head_dim"]
-            and half(item.row["dtype"]) == half(wanted["dtype"])
-        ]
+        alike = [source.table.rows("attention") for source in some if source.is_alike]
+        yield [item.row for item in itertools.chain(*alike) if agrees(item.row)]
 
 
 def _apart(a: Row, b: Row) -> float:
     section = SECTIONS["attention"]
-    one, other = ([math.log2(size) for size in section.sizes(row)] for row in (a, b))
+    one, other = (list(map(math.log2, section.sizes(row))) for row in (a, b))
     return distance(one, other, section.weights)

@@ -253,12 +253,9 @@ def _rows_with_tiles(query: Query, device: torch.device) -> list[Row]:
     """The rows whose tiles may be those of a problem: source by source, the nearest first."""
     found: list[Row] = []
     for some in sources(device):
-        near = [
-            (apart, source.table.rows(query.section)[index].row)
-            for source, apart, index in _near(query, [source for source in some if source.is_alike])
-        ]
-        near.sort(key=lambda item: item[0])
-        found += [row for apart, row in near if row["config"] is not None and apart <= TILES_REACH]
+        near = sorted(_near(query, [each for each in some if each.is_alike]), key=lambda entry: entry[1])
+        rows = (item.row for _, apart, item in near if apart <= TILES_REACH)
+        found += [row for row in rows if row["config"] is not None]
     return found
 
 
@@ -282,11 +279,11 @@ def _measured(query: Query, source: Source) -> Decision | None:
     rows = [item for item in source.table.rows(query.section) if item.key == key and item.gains]
     if section.along:
         rows = bracket(rows, query.row[section.along], lambda item: int(item.row[section.along]))
-    gains = {
-        kernel: min(found)
-        for kernel in query.candidates
-        if (found := [item.gains[kernel] for item in rows if kernel in item.gains])
-    }
+    gains: dict[str, float] = {}
+    for kernel in query.candidates:
+        found = [item.gains[kernel] for item in rows if kernel in item.gains]
+        if found:
+            gains[kernel] = min(found)
     if not gains:
         return None
     best = max(gains, key=lambda kernel: gains[kernel])
@@ -302,15 +299,15 @@ def _measured(query: Query, source: Source) -> Decision | None:
 # -- rows of others ------------------------------------------------------------------------------------------
 
 
-def _near(query: Query, some: Sequence[Source]) -> Iterator[tuple[Source, float, int]]:
-    """Source, distance and index of each row that is comparable with the problem."""
+def _near(query: Query, some: Sequence[Source]) -> Iterator[tuple[Source, float, Measured]]:
+    """Each row that is comparable with the problem, with its source and its distance."""
     section = SECTIONS[query.section]
     same, sizes = section.same(query.row), [math.log2(size) for size in section.sizes(query.row)]
     for source in some:
         wanted = [*sizes[:-1], sizes[-1] + source.shift]
-        for index, item in enumerate(source.table.rows(query.section)):
+        for item in source.table.rows(query.section):
             if item.same == same:
-                yield source, distance(wanted, item.logs, section.weights), index
+                yield source, distance(wanted, item.logs, section.weights), item
 
 
 def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, float]:
@@ -325,8 +322,7 @@ def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, f
     for kernel in query.candidates:
         found: list[tuple[float, float, int]] = []
         items[kernel], doubt = [], 0.0
-        for source, apart, index in near:
-            item = source.table.rows(query.section)[index]
+        for source, apart, item in near:
             gain = item.gains.get(kernel)
             rule = None if gain is None else carried(source, query.section, kernel, item.row)
             if gain is None or rule is None:

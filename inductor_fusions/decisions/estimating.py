@@ -56,10 +56,13 @@ def estimate(
     if not found:
         return None
     weights = [1 / (SOFTEN + apart) for apart, _, _ in found]
-    total = sum(weights)
-    mean = sum(w * gain for w, (_, gain, _) in zip(weights, found, strict=True)) / total
-    away = sum(w * apart for w, (apart, _, _) in zip(weights, found, strict=True)) / total
-    spread = sum(w * (gain - mean) ** 2 for w, (_, gain, _) in zip(weights, found, strict=True)) / total
+
+    def average(values: Iterable[float]) -> float:
+        return sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
+
+    mean = average(gain for _, gain, _ in found)
+    away = average(apart for apart, _, _ in found)
+    spread = average((gain - mean) ** 2 for _, gain, _ in found)
     # The spread of a single row says nothing.
     own = (DOUBT + each * away) ** 2 * (1 + 1 / len(found))
     return Estimate(mean, math.sqrt(spread + own + further**2), tuple(n for _, _, n in found), found[0][0])

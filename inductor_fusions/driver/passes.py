@@ -75,7 +75,8 @@ class FusionPass(CustomGraphPass):
         fusions = self.fusions
         if attempt is not None and left_out is not None:
             fusions = tuple(each for each in fusions if each.protects and not attempt.without.bare)
-            sites += [site for site in left_out if site.fusion not in [each.name for each in fusions]]
+            running = {each.name for each in fusions}
+            sites += [site for site in left_out if site.fusion not in running]
             for site in sites:
                 _tell(site)
         fusions = tuple(fusion for fusion in fusions if config.is_on(fusion.name))

@@ -177,13 +177,13 @@ class Trials:
 
     def _launches(self, reason: str) -> list[tuple[Without, Callable[[fx.Graph], None] | None]]:
         """The sites to leave out, in turn: none at first if the code is from a cache."""
-        fused = self.first.fused
-        kinds = list(dict.fromkeys(each.kind for each in fused))
-        some = (
-            [[each for each in fused if each.kind == kind] for kind in kinds] if 1 < len(kinds) <= 3 else []
-        )
-        begin = [Without(_keys(sites), reason=reason) for sites in some] if fused else [Without()]
-        return [(without, None) for without in (*begin, Without(stages=self.stages, reason=reason))]
+        by_kind: dict[tuple[str, str], list[Fused]] = {}
+        for each in self.first.fused:
+            by_kind.setdefault(each.kind, []).append(each)
+        first = [Without(_keys(sites), reason=reason) for sites in by_kind.values()]
+        if not 1 < len(by_kind) <= 3:  # one kind is all sites, and many would take too long
+            first = [] if by_kind else [Without()]
+        return [(without, None) for without in (*first, Without(stages=self.stages, reason=reason))]
 
     # -- which attempt is kept --------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from ..graph.products import (
     additions_behind,
     batched_linear,
     identity,
+    operands_of,
     product,
     products_of,
     same_sizes,
@@ -143,8 +144,8 @@ class SumOfProducts(Candidate):
             raise Reason.SYMBOLIC.rejected("the sum has a symbolic size and a term that is not a product")
         self.sizes = emit.sizes_of(root, terms[0].node, self.sum.inner)
         # As early as can be: the operands of a sum are larger than the sum, as a rule.
-        operands = [x for p in terms for x in (p.a, p.b, p.bias) if x is not None]
-        self.place = earliest([*operands, *([self.sum.rest] if self.sum.rest is not None else [])])
+        rest = [self.sum.rest] if self.sum.rest is not None else []
+        self.place = earliest([*operands_of(terms), *rest])
         facts(self.graph).memory.check(terms, self.place.before, [root])
         self.kernel = guards.kernel([terms])
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from .._inductor import hint, was_erased
 from ..reasons import Reason
-from .products import Product, kind, readers, tensor, unviewed, value
+from .products import Product, kind, operands_of, readers, tensor, unviewed, value
 from .profile import Interval, Profile
 
 #: What the peak may grow by: relative to it, and in bytes, to which CUDA's allocator rounds large blocks up.
@@ -115,12 +115,12 @@ class Memory:
         made = list(members if outputs is None else outputs)
         # A product whose rows are padded is a view of what is stored.
         inner = {*members, *(unviewed(node) for node in members)}
-        reads = {unviewed(x) for p in products for x in (p.a, p.b, p.bias) if x is not None}
+        reads = {unviewed(x) for x in operands_of(products)}
         # Another form of an operand is in memory for these products alone.
-        spelled = {unviewed(x) for node in inner for x in node.all_input_nodes}
+        forms = {unviewed(x) for node in inner for x in node.all_input_nodes}
         gone = {
             node
-            for node in (spelled | set(made)) - reads
+            for node in (forms | set(made)) - reads
             if (node in self._values or node in made) and _is_read_by(node, inner)
         }
         births = {node: self._values[node].birth for node in reads if node in self._values}

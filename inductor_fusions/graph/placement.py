@@ -15,7 +15,7 @@ from torch import fx
 
 from ..reasons import Reason
 from .facts import move
-from .products import VIEWS, Product, readers
+from .products import VIEWS, Product, operands_of, readers
 
 aten = torch.ops.aten
 
@@ -76,8 +76,7 @@ def find(
         Rejected: there is no such place.
     """
     members = {p.node for p in products}
-    operands = [x for p in products for x in (p.a, p.b, p.bias) if x is not None] + list(others)
-    free, roots = _free(operands, members, movable)
+    free, roots = _free([*operands_of(products), *others], members, movable)
     if members & roots:
         raise Reason.ORDER.rejected("one of the products is an operand of another")
     earliest = _first_behind(roots, after)

@@ -66,6 +66,11 @@ class Product:
         return size if isinstance(size, int) else 0
 
 
+def operands_of(products: Iterable[Product]) -> list[fx.Node]:
+    """What products read: both matrices of each, and its bias if it has one."""
+    return [x for p in products for x in (p.a, p.b, p.bias) if x is not None]
+
+
 class Kind(NamedTuple):
     """Whether an operation is a view, pointwise, or a kernel, whatever its arguments are."""
 

@@ -156,9 +156,8 @@ def _functions() -> dict[Callable[..., Any], str]:
 
 def spellings(*names: str) -> list[Any]:
     """All targets that `read` gives one of these names, out of place: functions, methods, operators."""
-    found: list[Any] = [
-        f for f, name in _functions().items() if _canonical(name) in [(n, False) for n in names]
-    ]
+    wanted = [(name, False) for name in names]  # not in place
+    found: list[Any] = [target for target, name in _functions().items() if _canonical(name) in wanted]
     for name in (*names, *(each for each, meant in _SYNONYMS.items() if meant in names)):
         if hasattr(torch.Tensor, name):
             found.append(name)

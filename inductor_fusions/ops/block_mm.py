@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..block_mm.op import BLOCK_MM
+from .arguments import check_device, check_tensors
 
 
 def block_mm(
@@ -41,12 +42,12 @@ def block_mm(
 
     Raises:
         TypeError: a, b or bias is not a list of tensors, or activations is not a list.
-        ValueError: shapes, dtypes or lengths do not match. The message names the arguments.
+        ValueError: shapes, dtypes, devices or lengths do not match. The message names the arguments.
     """
-    _check_tensors("a", a)
-    _check_tensors("b", b)
+    check_tensors("a of block_mm", a)
+    check_tensors("b of block_mm", b)
     if bias is not None:
-        _check_tensors("bias", bias, or_none=True)
+        check_tensors("bias of block_mm", bias, or_none=True)
     if isinstance(activations, str):
         raise TypeError(f"activations of block_mm must be a list of strings, not {activations!r}")
     if not a:
@@ -55,6 +56,7 @@ def block_mm(
     groups = list(range(len(a))) if groups is None else [int(g) for g in groups]
     count = groups[-1] + 1 if groups else 0
     given = {} if bias is None else {g: t for g, t in enumerate(bias) if t is not None}
+    check_device("block_mm", [*a, *b, *given.values()])
     if bias is not None and len(bias) != count:
         raise ValueError(f"block_mm needs one bias (or None) for each of its {count} groups, not {len(bias)}")
     return list(
@@ -71,15 +73,3 @@ def block_mm(
             "",
         )
     )
-
-
-def _check_tensors(name: str, found: object, or_none: bool = False) -> None:
-    """Refuse an argument that is no list of tensors, such as a tensor."""
-    kinds = "tensors or None" if or_none else "tensors"
-    if not isinstance(found, (list, tuple)):
-        raise TypeError(f"{name} of block_mm must be a list of {kinds}, not a {type(found).__name__}")
-    for i, element in enumerate(found):
-        if not isinstance(element, torch.Tensor) and not (or_none and element is None):
-            raise TypeError(
-                f"{name} of block_mm must be a list of {kinds}; {name}[{i}] is a {type(element).__name__}"
-            )

@@ -10,6 +10,7 @@ import torch
 
 from ..fusions.attention.short.op import SHORT_ATTENTION
 from . import sharding
+from .arguments import check_device, check_tensors
 
 
 def short_attention(
@@ -52,8 +53,11 @@ def short_attention(
         the fill is finite.
 
     Raises:
-        ValueError: shapes, dtypes or lengths do not match. The message names the arguments.
+        TypeError: masks is not a list of tensors.
+        ValueError: shapes, dtypes, devices or lengths do not match. The message names the arguments.
     """
+    check_tensors("masks of short_attention", masks)
+    check_device("short_attention", [q, k, v, *masks])
     if numbers is None:
         numbers = [-math.inf if mask.dtype == torch.bool else 1.0 for mask in masks]
     if sharding.is_sharded(q, k, v, *masks):

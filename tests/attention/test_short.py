@@ -120,11 +120,13 @@ def test_flops() -> None:
         ({"masks": [torch.ones(3, 5)]}, r"masks\[0\] of short_attention must be 4-D, not 2-D"),
         ({"masks": [torch.ones(3, 1, 3, 5)]}, r"masks\[0\] of short_attention, 3, must divide the batch"),
         ({"masks": [torch.ones(1, 1, 3, 5)], "numbers": []}, "one number for each of its 1 masks"),
+        ({"masks": torch.ones(1, 1, 3, 5)}, "masks of short_attention must be a list of tensors"),
+        ({"k": torch.ones(4, 2, 5, 8, device="meta")}, "on one device, not on cpu and meta"),
     ],
 )
 def test_arguments_that_do_not_fit(change: dict[str, Any], says: str) -> None:
     given = {"q": torch.ones(4, 2, 3, 8), "k": torch.ones(4, 2, 5, 8), "v": torch.ones(4, 2, 5, 8)}
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises((TypeError, ValueError), match=says):
         ops.short_attention(**{**given, **change})
 
 

@@ -139,6 +139,7 @@ def test_lowering_is_registered_whatever_is_imported_first(first: str) -> None:
         ({"b": [torch.randn(8, 6)]}, "2 in a, 1 in b"),
         ({"bias": [torch.ones(()), None]}, r"bias\[0\] .* a vector or a matrix"),
         ({"bias": [None, torch.ones(7)]}, r"bias\[1\] .* has 7 columns, not the 6 that b\[1\]"),
+        ({"b": [torch.randn(8, 6, device="meta")] * 2}, "on one device, not on cpu and meta"),
     ],
 )
 def test_arguments_that_do_not_fit(change: dict[str, Any], says: str) -> None:
@@ -153,7 +154,7 @@ def test_arguments_that_do_not_fit(change: dict[str, Any], says: str) -> None:
         ({"a": torch.randn(5, 8)}, "a of block_mm must be a list of tensors, not a Tensor"),
         ({"b": torch.randn(8, 6)}, "b of block_mm must be a list of tensors, not a Tensor"),
         ({"bias": torch.randn(6)}, "bias of block_mm must be a list of tensors or None, not a Tensor"),
-        ({"a": [torch.randn(5, 8), None]}, r"a\[1\] is a NoneType"),
+        ({"a": [torch.randn(5, 8), None]}, r"a of block_mm .* element 1 is a NoneType"),
         ({"activations": "relu"}, "activations of block_mm must be a list of strings, not 'relu'"),
     ],
 )

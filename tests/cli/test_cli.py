@@ -303,7 +303,7 @@ def test_explain_reports_a_model_that_does_not_run(tiny: str) -> None:
         (["explain"], "MODEL"),
         (["explain", "NoSuchConfig"], "NoSuchConfig"),
         (["explain", "bert-base-uncased"], "bert-base-uncased"),
-        (["explain", "BertConfig", "--attn", "fast"], "fast"),
+        (["explain", "BertConfig", "--attn", "fast"], "'--attn': 'fast' is not one of"),
         (["explain", "BertConfig", "--seq", "0"], "seq"),
         (["explain", "BertConfig", "--layers", "1", "--seq", "4096"], "512"),
         (["explain", "no_such_module:make"], "no_such_module"),
@@ -319,6 +319,7 @@ def test_explain_reports_a_model_that_does_not_run(tiny: str) -> None:
         (["explain", "tiny_models:make", "--no-cache"], "--no-cache is for models of Hugging Face"),
         (["explain", "tiny_models:make", "--seq", "128"], "--seq is for models of Hugging Face"),
         (["tune", "attention", "--budget", "-1"], "budget"),
+        (["tune"], "tune needs a KIND: attention"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

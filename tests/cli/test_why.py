@@ -66,7 +66,7 @@ def test_a_problem_far_from_all_rows_is_stock() -> None:
 @pytest.mark.parametrize(
     ("section", "asked", "message"),
     [
-        ("attention", "{", "--why:"),
+        ("attention", "{", "--why: { is not JSON; the columns of attention are batch"),
         ("attention", {"batch": 8}, "heads is missing; the columns of attention are batch, heads"),
         ("attention", {**dict.fromkeys(SECTIONS["attention"].columns, 1)}, "dtype = 1"),
         ("lora_decode", {}, "tables have no section lora_decode"),

@@ -62,6 +62,21 @@ def test_unknown_policy(function: Any) -> None:
         function(attention, *inputs(), policy="alway")
 
 
+@pytest.mark.parametrize(
+    ("function", "arguments", "says"),
+    [
+        (inductor_fusions.explain, (5,), "fn must be a function or a module, not int"),
+        (inductor_fusions.verify, (5,), "fn must be a function or a module, not int"),
+        (testing.check, (torch.sin, torch.ones(2)), "a sequence or a mapping, not a tensor"),
+        (testing.assert_fusions, (torch.sin, torch.ones(2)), "a sequence or a mapping, not a tensor"),
+        (testing.assert_close_to_eager, (torch.sin, torch.ones(2)), "a sequence or a mapping, not a tensor"),
+    ],
+)
+def test_arguments_of_other_types(function: Any, arguments: tuple[Any, ...], says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        function(*arguments)
+
+
 def test_capture_is_isolated() -> None:
     """Only the sites of this compile, each time anew; nothing of it stays."""
     for _ in range(2):

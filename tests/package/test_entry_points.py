@@ -362,9 +362,10 @@ def test_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("FUSION = 3", "it is a int, not a Fusion"),
         ("pass", "FUSION"),
         (MODULE.replace('"swish", "pre_grad"', '"swish", "first"'), "stage 'first'"),
+        (MODULE.replace('before=("attention",)', 'before="qkv"'), "not 'qkv'"),
         (MODULE.replace('Fusion("swish"', 'Fusion("attention"'), "already"),
     ],
-    ids=["raises", "no-fusion", "no-name", "no-stage", "same-name"],
+    ids=["raises", "no-fusion", "no-name", "no-stage", "no-tuple", "same-name"],
 )
 def test_entry_point_that_does_not_load(text: str, says: str, installed: Path) -> None:
     """It is named in a warning, and everything else works."""

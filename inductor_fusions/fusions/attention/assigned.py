@@ -114,7 +114,7 @@ def condition(writer: fx.Node, scores: fx.Node) -> tuple[Operand, Any] | None:
     mask, operand = tensor(index), Operand.of(index)
     if mask is None or operand is None or str(mask.dtype) != "torch.bool":
         return None
-    missing = rank - mask.dim()
+    missing = rank - mask.dim()  # an index names the first dims of the scores
     return (operand.reshape((*mask.shape, *[1] * missing)) if missing > 0 else operand), value
 
 

@@ -94,11 +94,19 @@ class Emitter:
             result = build.call(torch.where, seen, result, 0.0)
         for scaler in problem.behind:
             result = _scaled(build, result, scaler)
-        kept, column = problem.train and kernel != "short", 0
+        self._replace_results(build, problem, result, kept=problem.train and kernel != "short")
+
+    def _replace_results(self, build: Builder, problem: Problem, found: fx.Node, kept: bool) -> None:
+        """Let parts of what is found, for values side by side, be the results of the products with v.
+
+        Args:
+            kept: whether the fused operation saves what it returns for its backward.
+        """
+        column = 0
         for each in problem.results:
-            part, width = result, each.v.shape[-1]
+            part, width = found, each.v.shape[-1]
             if len(problem.results) > 1:
-                part = build.call("narrow", result, -1, column, width)
+                part = build.call("narrow", found, -1, column, width)
                 column += width
             self._replaced(build, part, each, kept)
 

@@ -183,7 +183,10 @@ class FlexBackward(Candidate):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
         grad_out: torch.Tensor, grad_lse: torch.Tensor | None, scores: list[Any], masks: list[Any],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """dq, dk and dv. Query heads that share keys are rows of one product."""
+        """dq, dk and dv by the formulas above, with the shapes and the dtype of q, k and v.
+
+        Query heads that share keys are rows of one product.
+        """
         forward, joint, mask = self.mods
         batch, heads, q_len, dim = q.shape
         shared, kv_len, width = k.shape[1], k.shape[2], v.shape[3]
@@ -205,7 +208,8 @@ class FlexBackward(Candidate):
         keys, values = (t.reshape(batch * shared, kv_len, t.shape[3]) for t in (k, v))
         owner = index(batch * shared, 0)
         dq: list[torch.Tensor] = []
-        parts: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
+        parts_of_k: list[tuple[int, int, torch.Tensor]] = []
+        parts_of_v: list[tuple[int, int, torch.Tensor]] = []
         for first in range(0, q_len, self.chunk):
             last = min(first + self.chunk, q_len)
             low, high = self._keys(first, last - 1)
@@ -232,17 +236,11 @@ class FlexBackward(Candidate):
             p = p.to(q.dtype)
             own_dq = torch.bmm(change, keys[:, low:high])
             dq.append(own_dq.view(batch, heads, count, dim))
-            dk, dv = torch.bmm(change.transpose(1, 2), own_q), torch.bmm(p.transpose(1, 2), own_grad)
-            parts.append((low, high, dk, dv))
-        totals = [
-            self._total(
-                [(low, high, part[which]) for low, high, *part in parts],
-                (batch * shared, kv_len, size),
-                q.device,
-            )
-            for which, size in ((0, dim), (1, width))
-        ]
-        dk, dv = (t.view(batch, shared, kv_len, -1).to(q.dtype) for t in totals)
+            parts_of_k.append((low, high, torch.bmm(change.transpose(1, 2), own_q)))
+            parts_of_v.append((low, high, torch.bmm(p.transpose(1, 2), own_grad)))
+        dk = self._total(parts_of_k, (batch * shared, kv_len, dim), q.device)
+        dv = self._total(parts_of_v, (batch * shared, kv_len, width), q.device)
+        dk, dv = (t.view(batch, shared, kv_len, -1).to(q.dtype) for t in (dk, dv))
         return torch.cat(dq, 2), dk, dv
 
     def _total(
@@ -253,7 +251,7 @@ class FlexBackward(Candidate):
         Args:
             parts: first key, the one behind the last, and what they get: (batch * shared, keys, size).
         """
-        edges = sorted({0, shape[1], *(e for low, high, _ in parts for e in (low, high))})
+        edges = sorted({0, shape[1], *(low for low, _, _ in parts), *(high for _, high, _ in parts)})
         found = []
         for first, last in itertools.pairwise(edges):
             within = [(low, t) for low, high, t in parts if low <= first and last <= high]

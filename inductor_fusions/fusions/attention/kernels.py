@@ -27,13 +27,14 @@ FORBIDDEN = "no enabled SDPA backend supports this attention (sdpa_kernel, enabl
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """The kernel to emit, and for what.
 
     Attributes:
         kernel: "sdpa" (its own choice of backend), "efficient", "row_bias", "flex", "short" or "decode".
         problem: as that kernel takes it.
         grouped: whether k and v keep their own heads.
+        text: the kernel and what it does, for reports.
     """
 
     kernel: str
@@ -55,7 +56,7 @@ class Call:
     short: Problem | None
 
 
-def choose(given: Problem, call: Call | None = None) -> Choice:
+def choose(given: Problem, call: Call | None = None) -> KernelChoice:
     """The kernel of an attention: the one that is asked for where it takes it, else the fastest.
 
     Args:
@@ -80,7 +81,9 @@ def choose(given: Problem, call: Call | None = None) -> Choice:
         raise Reason.IN_BETWEEN.left_to_stock(f"the scores pass through {function}, and {unable}")
     is_sparse = _is_sparse(problem)
     flexible = not unable and (problem.structure is not None or not problem.mask_nodes)
-    small = call.short if call is not None else None if short.refused(problem) else problem
+    small = None if call is not None or short.refused(problem) else problem
+    if call is not None:
+        small = call.short
     takes = {
         "flex": flexible and (call is None or is_sparse),
         "row_bias": not row_bias.refused(problem) and row_bias.takes(problem, grouped=False),
@@ -117,7 +120,7 @@ def choose(given: Problem, call: Call | None = None) -> Choice:
     return _choice(verdict.kernel, problem, _note(verdict))
 
 
-def _of_call(given: Problem, problem: Problem, call: Call, skipping: list[str]) -> Choice:
+def _of_call(given: Problem, problem: Problem, call: Call, skipping: list[str]) -> KernelChoice:
     """The kernel for an SDPA call if none is configured; `skipping` are those that read a predicate."""
     if skipping and config.policy == "always" and _preferred(problem):
         return _choice("flex", problem)
@@ -138,7 +141,7 @@ def _of_call(given: Problem, problem: Problem, call: Call, skipping: list[str]) 
     return _choice("sdpa", problem)
 
 
-def _restricted(problem: Problem, call: Call) -> Choice:
+def _restricted(problem: Problem, call: Call) -> KernelChoice:
     """A call that stays one, because the caller has chosen among the backends of SDPA."""
     if not call.changed:
         raise Reason.CHOSEN.left_to_stock(CHOSEN)
@@ -177,13 +180,13 @@ def _proved(problem: Problem, fits: tuple[str, ...]) -> str:
     return "short" if fits == ("short",) else "sdpa"
 
 
-def _choice(kernel: str, problem: Problem, note: str = "") -> Choice:
+def _choice(kernel: str, problem: Problem, note: str = "") -> KernelChoice:
     grouped = not known_true(problem.k.shape[1] == problem.q.shape[1])
     if grouped and kernel == "row_bias":
         grouped = row_bias.takes(problem, grouped=True)
     elif grouped and kernel not in ("flex", "decode"):
         grouped = kernel == "sdpa" and bool(available(problem, grouped=True))
-    return Choice(kernel, problem, grouped, _text(problem, grouped, kernel) + note)
+    return KernelChoice(kernel, problem, grouped, _text(problem, grouped, kernel) + note)
 
 
 def _measured(problem: Problem, candidates: tuple[str, ...]) -> decisions.Decision:

@@ -66,8 +66,7 @@ def downwards(
             if more:
                 site.behind.append(("div", 1.0 + more, site.softmax_lead))
             site.renormalised = True
-            site.chain += [user for user in users if user is not division]
-            site.chain.append(division)
+            site.chain += users  # the division is the last of them
             node = division
             continue
         ops = [read(user) for user in users]
@@ -107,31 +106,7 @@ def downwards(
             site.chain += [*user.users, user] if rest is not user else [user]
             node = rest
             continue
-        before, after = tensor(node), tensor(user)
-        if op.name == "nan_to_num":
-            if op["nan"] is not None and number(op["nan"]) != 0.0:
-                raise _between(op, node)
-            site.drops_nan = True
-        elif op.name == "dropout":
-            p = dropout_p(op)
-            if p and site.dropout:
-                raise Reason.DROPOUT.rejected("two dropouts follow the softmax")
-            site.dropout = site.dropout or p
-        elif is_view(op):
-            below = None if before is None or after is None else at.viewed(before.shape, after.shape)
-            if below is None:
-                raise Misplaced(Reason.IN_BETWEEN(f"{op.name} reshapes the query or key dim of the weights"))
-            at = below
-        elif (dims := permutation(op)) is not None:
-            at = at.below(dims)
-        elif op.name == "expand":
-            if before is None or after is None or not same_shape(before.shape, after.shape):
-                raise Reason.SHAPES.rejected("the attention weights are expanded")
-        elif op.name in torch_ops.CASTS:
-            if after is None or not after.is_floating_point():
-                raise Reason.MIXED_DTYPES.rejected("the attention weights are cast to integers")
-        elif op.name not in torch_ops.COPIES:
-            raise _between(op, node)
+        at = _passed(site, op, node, number, at)
         site.chain.append(user)
         node = user
     if site.sink is not None and not dropped:
@@ -191,6 +166,38 @@ def _assigned(
     return Term(at.seen(masked[0], shape), at.sizes(shape), fill=0.0)
 
 
+def _passed(
+    site: Attention, op: Op, node: fx.Node, number: Callable[[Any], float | None], at: Arrangement
+) -> Arrangement:
+    """Read an operation that keeps the weights, such as a view or a dropout; the arrangement behind it."""
+    before, after = tensor(node), tensor(op.node)
+    if op.name == "nan_to_num":
+        if op["nan"] is not None and number(op["nan"]) != 0.0:
+            raise _between(op, node)
+        site.drops_nan = True
+    elif op.name == "dropout":
+        p = dropout_p(op)
+        if p and site.dropout:
+            raise Reason.DROPOUT.rejected("two dropouts follow the softmax")
+        site.dropout = site.dropout or p
+    elif is_view(op):
+        below = None if before is None or after is None else at.viewed(before.shape, after.shape)
+        if below is None:
+            raise Misplaced(Reason.IN_BETWEEN(f"{op.name} reshapes the query or key dim of the weights"))
+        return below
+    elif (dims := permutation(op)) is not None:
+        return at.below(dims)
+    elif op.name == "expand":
+        if before is None or after is None or not same_shape(before.shape, after.shape):
+            raise Reason.SHAPES.rejected("the attention weights are expanded")
+    elif op.name in torch_ops.CASTS:
+        if after is None or not after.is_floating_point():
+            raise Reason.MIXED_DTYPES.rejected("the attention weights are cast to integers")
+    elif op.name not in torch_ops.COPIES:
+        raise _between(op, node)
+    return at
+
+
 def _set_to_zero(site: Attention, zeroed: Term, keeps_nan: bool = False) -> None:
     """Read what sets weights to 0 into `site`: whole rows, or keys."""
     mask = tensor(zeroed.node)
@@ -237,25 +244,6 @@ def _check_sum(site: Attention, bounded: bool) -> None:
             "a fully masked row of weights is divided by its sum of 0",
             "weights.sum(-1, keepdim=True).clamp(min=1e-9)",
         )
-
-
-def divided(site: Attention, division: fx.Node, sums: Collection[fx.Node]) -> None:
-    """Read the division of the product by the sums of the weights into `site`, which ends behind it then.
-
-    Args:
-        site: read down to the product; its weights are exponentials.
-        sums: what computes the sums, the last one first.
-    """
-    op, product_, by = read(division), tensor(site.output), tensor(next(iter(sums)))
-    assert op is not None and product_ is not None and by is not None
-    used = [user for user in readers(site.output) if not reads_metadata(user, site.output)]
-    rows = (*product_.shape[:-1], 1)
-    natural = site.results[0].dims == tuple(range(product_.dim())) and len(site.results) == 1
-    fits = natural and same_shape(by.shape, rows) and not site.drops_nan
-    if op.input is not site.output or used != [division] or not fits:
-        raise Reason.IN_BETWEEN.rejected("the product with v is not divided by the sum of its exponentials")
-    site.chain += [site.output, *sums]
-    site.ends_behind(division)
 
 
 #: What makes no weights of weights.

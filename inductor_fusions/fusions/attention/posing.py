@@ -7,6 +7,7 @@ settled, and the mask algebra says what is left of the mask.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -51,14 +52,7 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
     if not is_autocast(site):
         q, k, v = _one_dtype(q, k, v, interpreter.mutations, site.output)
         dtype = q.value.dtype
-    for node in site.chain:
-        op, rounded = torch_ops.read(node), torch_ops.tensor(node)
-        if op is None or rounded is None or not (op.name in torch_ops.CASTS or node is site.softmax):
-            continue
-        if not holds(rounded.dtype, dtype, output.dtype):
-            raise Reason.ROUNDED.rejected(
-                f"the scores or the weights are rounded to {dtype_name(rounded.dtype)} in between"
-            )
+    _check_casts(site, dtype, output.dtype)
     lead, grouped = _batch_and_heads(site)
     target = (*lead[:-2], product(lead[-2:])) if grouped else lead
     q = _moved(q.expand((*site.lead, *q.shape[-2:])), site.lead, target)
@@ -126,6 +120,18 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
     return problem
 
 
+def _check_casts(site: Attention, *dtypes: torch.dtype) -> None:
+    """Reject scores or weights that are cast to less precision than q and k, or the output, have."""
+    for node in site.chain:
+        op, rounded = torch_ops.read(node), torch_ops.tensor(node)
+        if op is None or rounded is None or not (op.name in torch_ops.CASTS or node is site.softmax):
+            continue
+        if not holds(rounded.dtype, *dtypes):
+            raise Reason.ROUNDED.rejected(
+                f"the scores or the weights are rounded to {dtype_name(rounded.dtype)} in between"
+            )
+
+
 def _together(masks: list[tuple[Operand, bool]]) -> tuple[Operand, bool] | None:
     """One mask that hides what any of these do, each with whether it hides where it is true."""
     if len(masks) < 2:
@@ -143,7 +149,7 @@ def _added(problem: Problem) -> Iterator[torch.Tensor]:
         yield from (operand.value for _, operand in biases)
         yield from (other.value,) if other is not None else ()
     scaled = (*problem.late_scalers, problem.behind, problem.key_scalers, problem.value_scalers)
-    for _, by in (scaler for scalers in scaled for scaler in scalers):
+    for _, by in itertools.chain(*scaled):
         yield from (by.value,) if isinstance(by, Operand) and not is_number(by) else ()
     if problem.sink is not None:
         yield problem.sink[0].value

@@ -27,10 +27,10 @@ from .arrangement import NOT_OVER_KEYS, OWN_VALUES, Arrangement, Misplaced
 from .masks import Interpreter
 from .normal_form import Attention, Below, Sink, Term
 from .operands import Operand, product
-from .output import MERGED, divided, downwards
+from .output import MERGED, downwards
 from .rescaled import logsumexp_of, read_sink
 from .scores import Upwards
-from .written_out import SOFTMAXES, Softmax, softmax_at, weights_of
+from .written_out import SOFTMAXES, Softmax, divided, softmax_at, weights_of
 
 if TYPE_CHECKING:
     from ..._inductor import Match

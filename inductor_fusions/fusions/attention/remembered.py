@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -73,13 +74,14 @@ def _permuted(found: Equation) -> tuple[torch.Tensor | None, ...]:
     """The operands of an einsum of two with their dims as three, as it has them."""
     batch = [c for c in found.result if c in found.first and c in found.second]
     summed = [c for c in found.first if c in found.second and c not in found.result]
-    own, other = ([c for c in found.result if c in x and c not in batch] for x in (found.first, found.second))
+    own = [c for c in found.result if c in found.first and c not in batch]
+    other = [c for c in found.result if c in found.second and c not in batch]
     read: list[torch.Tensor | None] = []
     for node, letters, groups in (
         (found.left, found.first, (batch, own, summed)),
         (found.right, found.second, (batch, summed, other)),
     ):
-        value, order = torch_ops.value(node), [letters.index(c) for group in groups for c in group]
+        value, order = torch_ops.value(node), [letters.index(c) for c in itertools.chain(*groups)]
         if len(order) != value.dim():
             return ()
         sizes = dict(zip(letters, value.shape, strict=True))

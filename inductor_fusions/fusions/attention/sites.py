@@ -57,7 +57,7 @@ class HandWritten(Candidate):
         beside: other softmaxes on the same scores, which are asked about already.
     """
 
-    choice: kernels.Choice
+    choice: kernels.KernelChoice
 
     def __init__(self, scope: Scope, softmax: fx.Node, beside: tuple[fx.Node, ...] = ()) -> None:
         self.scope, self.anchor, self.beside = scope, softmax, beside
@@ -158,7 +158,7 @@ class HandWritten(Candidate):
 class SdpaCall(Candidate):
     """A call of scaled_dot_product_attention, whose mask may say less than it costs."""
 
-    choice: kernels.Choice
+    choice: kernels.KernelChoice
 
     def __init__(self, scope: Scope, call: fx.Node) -> None:
         self.scope, self.anchor = scope, call
@@ -184,9 +184,8 @@ class SdpaCall(Candidate):
     def _pose(self) -> Problem:
         op = torch_ops.read(self.anchor)
         assert op is not None
-        q, k, v = (
-            Operand.of(op[n]) if isinstance(op[n], fx.Node) else None for n in ("query", "key", "value")
-        )
+        given = (op[name] for name in ("query", "key", "value"))
+        q, k, v = (Operand.of(node) if isinstance(node, fx.Node) else None for node in given)
         out = torch_ops.tensor(self.anchor)
         if q is None or k is None or v is None or out is None:
             raise Reason.NOT_A_TENSOR.rejected("an argument of scaled_dot_product_attention is not a tensor")
@@ -198,10 +197,8 @@ class SdpaCall(Candidate):
                 raise Reason.NO_KERNEL.left_to_stock(
                     "an SDPA call has more samples or heads of keys than of queries"
                 )
-        dropout, causal = (
-            0 if op[n] is None else torch_ops.concrete(op[n]) for n in ("dropout_p", "is_causal")
-        )
-        scale = op["scale"]
+        given = (op[name] for name in ("dropout_p", "is_causal"))
+        dropout, causal = (0 if each is None else torch_ops.concrete(each) for each in given)
         if not isinstance(dropout, (int, float)) or not isinstance(causal, (bool, int)):
             raise Reason.NOT_A_TENSOR.rejected("dropout_p or is_causal is not a constant")
         mask, causal = op["attn_mask"], bool(causal)
@@ -212,12 +209,12 @@ class SdpaCall(Candidate):
             left = structure.remaining([term], shape[2:], self.scope.interpreter)
             if not left:
                 term, mask, causal, changed = None, None, left is None, True
-        q, k, v = q, k.expand((q.shape[0], *k.shape[1:])), v.expand((q.shape[0], *v.shape[1:]))
+        k, v = (operand.expand((q.shape[0], *operand.shape[1:])) for operand in (k, v))
         few_k, few_v = k, v
         if known_true(q.shape[1] == k.shape[1]):
             few_k, few_v = few_heads(k, v, q.shape[:2], self.scope.mutations, self.anchor)
         problem = Problem(
-            q=q, k=few_k, v=few_v, full_k=k, full_v=v, scale=scale, dropout=float(dropout),
+            q=q, k=few_k, v=few_v, full_k=k, full_v=v, scale=op["scale"], dropout=float(dropout),
             causal=causal, terms=[], dtype=out.dtype, attn_mask=mask,
             results=[Result(self.anchor, v, shape[:2], tuple(out.shape), tuple(range(out.dim())))],
             train=any(records_gradients(torch_ops.tensor(op[n])) for n in ("query", "key", "value"))
@@ -290,7 +287,7 @@ class SdpaCall(Candidate):
 
 
 def _replace(
-    scope: Scope, choice: kernels.Choice, output: fx.Node, chain: list[fx.Node],
+    scope: Scope, choice: kernels.KernelChoice, output: fx.Node, chain: list[fx.Node],
     kept: Callable[[], set[object]], grouped: bool = False,
 ) -> str:  # fmt: skip
     """Emit a kernel in the place of `output`, and erase a chain of nodes.

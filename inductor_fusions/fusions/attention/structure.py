@@ -212,14 +212,11 @@ def find(
     if steep and (visible is True or not _sees_own_key(visible, shape)):
         return None
     number, never_empty = numbers.pop(), _never_empty(visible, shape)
-    if math.isfinite(number) and not never_empty:
+    if math.isfinite(number) and not never_empty and (added or after):
         # The scores of a fully masked row must all be equal, or absorbed by the number.
-        half = all((t := torch_ops.tensor(term.node)) is not None and t.dtype == torch.float16
-                   for term, _ in terms if term.fill is None or term.adds)  # fmt: skip
-        absorbs = number <= (torch.finfo(torch.float16).min if added and half else EMPTY_BELOW)
-        if (added and (len(parts) > 1 or not absorbs)) or (after and not absorbs):
+        if (added and len(parts) > 1) or not _absorbs(number, terms, bool(added)):
             return None
-        if (added or after) and config.empty_rows != "ignore" and any(map(_learns, biases)):
+        if config.empty_rows != "ignore" and any(map(_learns, biases)):
             return None  # in such a row a gradient flows into what is added to the number
     return Structure(
         visible=visible,
@@ -228,6 +225,17 @@ def find(
         biases=biases,
         never_empty=never_empty,
     )
+
+
+def _absorbs(number: float, terms: Terms, added: bool) -> bool:
+    """Whether the number of masked keys is so low that number + score rounds to it.
+
+    Args:
+        added: whether it is added to the scores: the lowest number of float16 is that of a float16 mask.
+    """
+    masks = [torch_ops.tensor(term.node) for term, _ in terms if term.fill is None or term.adds]
+    half = added and all(mask is not None and mask.dtype == torch.float16 for mask in masks)
+    return number <= (torch.finfo(torch.float16).min if half else EMPTY_BELOW)
 
 
 def _learns(bias: tuple[Term, Operand]) -> bool:

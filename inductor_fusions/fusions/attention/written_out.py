@@ -14,6 +14,7 @@ subtracted overflow where it does not; whatever is done to exponentials or to th
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +24,10 @@ from torch import fx
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.dims import appends_dim, is_over_last, reduced
-from ...graph.torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, Op, read, tensor
+from ...graph.torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, Op, read, reads_metadata, tensor
+from ...operands import same_shape
 from ...reasons import Reason
+from .normal_form import Attention
 
 SOFTMAXES = ("softmax", "_softmax")
 #: By what the exponent of each is multiplied, to be one of e.
@@ -328,3 +331,22 @@ def _quotient(exp: fx.Node, limit: int = 32) -> fx.Node | None:
                 seen.add(user)
                 frontier.append(user)
     return None
+
+
+def divided(site: Attention, division: fx.Node, sums: Collection[fx.Node]) -> None:
+    """Read the division of the product by the sums of the weights into `site`, which ends behind it then.
+
+    Args:
+        site: read down to the product; its weights are exponentials.
+        sums: what computes the sums, the last one first.
+    """
+    op, product_, by = read(division), tensor(site.output), tensor(next(iter(sums)))
+    assert op is not None and product_ is not None and by is not None
+    used = [user for user in readers(site.output) if not reads_metadata(user, site.output)]
+    rows = (*product_.shape[:-1], 1)
+    natural = site.results[0].dims == tuple(range(product_.dim())) and len(site.results) == 1
+    fits = natural and same_shape(by.shape, rows) and not site.drops_nan
+    if op.input is not site.output or used != [division] or not fits:
+        raise Reason.IN_BETWEEN.rejected("the product with v is not divided by the sum of its exponentials")
+    site.chain += [site.output, *sums]
+    site.ends_behind(division)

@@ -9,7 +9,7 @@ from ..._inductor import known_true
 from ...graph import torch_ops
 from ...operands import same_shape
 from ...reasons import Reason
-from .masks import Interpreter, may_hide_rows, negation
+from .masks import Bool, Interpreter, may_hide_rows, negation
 from .normal_form import Attention, Term
 from .structure import MASK_FILL
 
@@ -85,12 +85,13 @@ def _same_keys(first: Term, second: Term, interpreter: Interpreter) -> bool:
         return False
     if first.node == second.node:
         return first.hides == second.hides
-    one, other = (
-        negation(seen) if seen is not None and term.hides else seen
-        for term in (first, second)
-        for seen in [interpreter.boolean(term.node)]
-    )
-    return one is not None and one == other
+
+    def visible(term: Term) -> Bool | None:
+        condition = interpreter.boolean(term.node)
+        return negation(condition) if condition is not None and term.hides else condition
+
+    own = visible(first)
+    return own is not None and own == visible(second)
 
 
 def finite(term: Term) -> Term:

@@ -35,10 +35,10 @@ def candidates(graph: fx.Graph, found: Sequence[Linear]) -> Iterator[Candidate]:
         if each.top is not None and not was_erased(each.top):
             read = sum_at(each.top)
             if read.adapters:
-                yield Accumulated(graph, read)
+                yield AdapterSum(graph, read)
 
 
-class Accumulated(Candidate):
+class AdapterSum(Candidate):
     """A sum with adapters, as one operation on the sum without them."""
 
     def __init__(self, graph: fx.Graph, found: Linear) -> None:

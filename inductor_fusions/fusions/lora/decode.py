@@ -255,35 +255,20 @@ class Lowering(Linears):
 
     def _variant(self, names: list[str], shape: Shape, config: Config, early: bool) -> _inductor.Variant:
         outputs = tuple(f"Y{g}" for g in range(1, len(self.w)))
-        groups, start = [], 0
-        for g, size in enumerate(shape.columns):
-            end = start + -(-size // config.block_n)
-            adapters = [
-                {
-                    "index": i,
-                    "b": f"B{i}",
-                    "parts": f"P{i}",
-                    "rank": rank,
-                    "block": padded(rank),
-                    "scale": self.scales[i],
-                    "narrow": shape.adapters != torch.float32,
-                    "late": shape.adapters == torch.float16 and self.scales[i] != 1,
-                }
-                for i, rank in enumerate(shape.ranks)
-                if self.groups[i] == g
-            ]
+        groups: list[dict[str, Any]] = []
+        for group, size in enumerate(shape.columns):
+            start = groups[-1]["end"] if groups else 0
             groups.append(
                 {
                     "start": start,
-                    "end": end,
+                    "end": start + -(-size // config.block_n),
                     "size": size,
-                    "w": f"W{g}",
-                    "adapters": adapters,
-                    "bias": f"C{g}" if g in self.bias_groups else "",
-                    "output": f"Y{g}" if g else "",
+                    "w": f"W{group}",
+                    "adapters": self._adapters(group, shape),
+                    "bias": f"C{group}" if group in self.bias_groups else "",
+                    "output": f"Y{group}" if group else "",
                 }
             )
-            start = end
         ragged = shape.inner % config.block_k != 0
         text = elements.render(
             "decode_row.py.jinja" if config.row else "decode.py.jinja",
@@ -305,6 +290,23 @@ class Lowering(Linears):
             outputs=outputs,
             early=early,
         )
+
+    def _adapters(self, group: int, shape: Shape) -> list[dict[str, Any]]:
+        """The adapters of a group of columns, as the template names them."""
+        return [
+            {
+                "index": i,
+                "b": f"B{i}",
+                "parts": f"P{i}",
+                "rank": rank,
+                "block": padded(rank),
+                "scale": self.scales[i],
+                "narrow": shape.adapters != torch.float32,
+                "late": shape.adapters == torch.float16 and self.scales[i] != 1,
+            }
+            for i, rank in enumerate(shape.ranks)
+            if self.groups[i] == group
+        ]
 
     @staticmethod
     def _of_rows(shape: Shape) -> dict[str, Any]:

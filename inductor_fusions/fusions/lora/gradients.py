@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Narrow:
+class NarrowProduct:
     """A product with a narrow matrix: `scale * x @ b`, or the same transposed.
 
     Attributes:
@@ -53,7 +53,9 @@ class Narrow:
         return made if isinstance(made, fx.Node) else None
 
 
-def read(products: Sequence[Product], downs: set[fx.Node], middles: Sequence[fx.Node] = ()) -> list[Narrow]:
+def read(
+    products: Sequence[Product], downs: set[fx.Node], middles: Sequence[fx.Node] = ()
+) -> list[NarrowProduct]:
     """The products of a backward that are no part of a sum: `dY @ B`, `dY^T @ h` and `dh^T @ x`.
 
     Args:
@@ -74,15 +76,15 @@ def read(products: Sequence[Product], downs: set[fx.Node], middles: Sequence[fx.
         if node in downs:
             # What is left of them after the sums: the input is read without its casts and factors.
             if source(p.a).base is not p.a:
-                found.append(Narrow(node, p.a, p.b, False))
+                found.append(NarrowProduct(node, p.a, p.b, False))
         elif p.a.target in PERMUTES and _plain(p.a.args[0]) in narrow_ones:
-            found.append(Narrow(node, p.b, p.a, True))
+            found.append(NarrowProduct(node, p.b, p.a, True))
         elif p.a.target in PERMUTES and _is_one_of(value(p.b).shape[1], ranks) and source(p.a).base in lefts:
-            found.append(Narrow(node, p.a, p.b, False))
+            found.append(NarrowProduct(node, p.a, p.b, False))
     return found
 
 
-def made_before(graph: fx.Graph) -> list[Narrow]:
+def made_before(graph: fx.Graph) -> list[NarrowProduct]:
     """The gradients of A that were made skinny GEMMs before autograd: several may read one input."""
     found = []
     for call in graph.find_nodes(op="call_function", target=NARROW_MM):
@@ -90,7 +92,7 @@ def made_before(graph: fx.Graph) -> list[Narrow]:
         x, b, scales, further, transposed, kept = arguments
         users = list(call.users)
         if transposed and len(b) == len(users) == 1 and not any(further):
-            found.append(Narrow(users[0], x, b[0], True, scales[0], *kept))
+            found.append(NarrowProduct(users[0], x, b[0], True, scales[0], *kept))
     return found
 
 
@@ -132,9 +134,9 @@ def _plain(node: Any) -> Any:
 # -- candidates ---------------------------------------------------------------------------------------
 
 
-def candidates(graph: fx.Graph, narrows: Sequence[Narrow]) -> Iterator[Candidate]:
+def candidates(graph: fx.Graph, narrows: Sequence[NarrowProduct]) -> Iterator[Candidate]:
     """One candidate for all that read one matrix; none for a single skinny GEMM."""
-    groups: dict[Any, list[Narrow]] = {}
+    groups: dict[Any, list[NarrowProduct]] = {}
     for n in narrows:
         groups.setdefault(_key(n), []).append(n)
     for members in groups.values():
@@ -145,13 +147,13 @@ def candidates(graph: fx.Graph, narrows: Sequence[Narrow]) -> Iterator[Candidate
             members = gradient.left_over
 
 
-def _as_it_is(n: Narrow) -> Narrow:
+def _as_it_is(n: NarrowProduct) -> NarrowProduct:
     """With the operands that it has now: those that it was read with may be replaced."""
     p = product(n.node) if n.call is None else None
     return n if p is None else replace(n, x=p.b if n.transposed else p.a, b=p.a if n.transposed else p.b)
 
 
-def _key(n: Narrow) -> tuple[Any, ...]:
+def _key(n: NarrowProduct) -> tuple[Any, ...]:
     base = source(n.x)
     views = tuple(str(view.args[1:]) for view in base.views)
     return (base.base, n.transposed, n.call is None, n.kept is None, views)
@@ -160,12 +162,12 @@ def _key(n: Narrow) -> tuple[Any, ...]:
 class Gradients(Candidate):
     """Skinny GEMMs that are in no sum: gradients of adapters that read one large matrix."""
 
-    def __init__(self, graph: fx.Graph, members: Sequence[Narrow]) -> None:
+    def __init__(self, graph: fx.Graph, members: Sequence[NarrowProduct]) -> None:
         self.graph, self.members = graph, list(members)
         self.anchor = members[0].node
         self.place: Place | None = None
         self.kernel = ""
-        self.left_over: list[Narrow] = []
+        self.left_over: list[NarrowProduct] = []
 
     def describe(self) -> dict[str, str]:
         return {

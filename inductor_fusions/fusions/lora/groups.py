@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,19 +12,30 @@ from torch import fx
 from ...graph.products import RESHAPES, Product, identity, product, through, value
 from ...operands import tokens_of
 from . import decode, narrow, profit
-from .adapters import source, unrounded
+from .adapters import Adapter, source, unrounded
 from .masks import mask_of, narrow_product
 from .recognise import Linear
 
 aten = torch.ops.aten
 
 
+def adapters_of(group: Iterable[Linear]) -> list[Adapter]:
+    """The adapters of linears, in order."""
+    return [adapter for linear in group for adapter in linear.adapters]
+
+
+def bases_of(group: Iterable[Linear]) -> list[Product]:
+    """The products of linears that are no adapters, in order."""
+    return [base for linear in group for base in linear.bases]
+
+
 def grouped(products: Sequence[Product], found: Sequence[Linear]) -> Iterator[list[Linear]]:
     """Linears with one base on the same input, and plain linears on that input; others by themselves."""
     plain: dict[Any, list[Linear]] = {}
-    taken = [p.node for linear in found for p in linear.bases]
-    taken += [p.node for linear in found for a in linear.adapters for p in (a.up, a.down)]
-    inside = {node for each in taken for node in _sliced(each)}
+    taken = bases_of(found)
+    for a in adapters_of(found):
+        taken += [a.up, a.down]
+    inside = {node for p in taken for node in _sliced(p.node)}
     for p in products:
         if p.node not in inside and p.scale == 1:
             plain.setdefault(identity(p.a), []).append(Linear(p.node, [p]))
@@ -52,17 +63,17 @@ def current(linear: Linear, replaced: dict[fx.Node, fx.Node]) -> Linear:
             node = replaced[node]
         return node
 
-    def of(p: Product) -> Product:
+    def renewed(p: Product) -> Product:
         return replace(p, a=now(p.a), b=now(p.b), bias=p.bias and now(p.bias))
 
     def down(p: Product) -> Product:
         # Another linear that reads it may have replaced it.
-        return (narrow_product(now(p.node)) if p.node in replaced else None) or of(p)
+        return (narrow_product(now(p.node)) if p.node in replaced else None) or renewed(p)
 
     adapters = [
         replace(
             a,
-            up=of(a.up),
+            up=renewed(a.up),
             down=down(a.down),
             factor=a.factor and now(a.factor),
             middle=a.middle and now(a.middle),
@@ -70,7 +81,7 @@ def current(linear: Linear, replaced: dict[fx.Node, fx.Node]) -> Linear:
         for a in linear.adapters
     ]
     offsets = [replace(o, node=now(o.node), factor=o.factor and now(o.factor)) for o in linear.offsets]
-    bases, rest = [of(p) for p in linear.bases], linear.rest and now(linear.rest)
+    bases, rest = [renewed(p) for p in linear.bases], linear.rest and now(linear.rest)
     return replace(linear, bases=bases, adapters=adapters, offsets=offsets, rest=rest)
 
 
@@ -86,12 +97,11 @@ def result_dtypes(group: Sequence[Linear]) -> tuple[torch.dtype, str]:
 
 def is_whole(group: Sequence[Linear]) -> bool:
     """Whether linears are one operation for few rows: nothing but the results is used elsewhere."""
-    rows = value(group[0].bases[0].a).shape[0]
-    if not isinstance(rows, int) or rows > decode.MOST_ROWS:
+    x, adapters = value(group[0].bases[0].a), adapters_of(group)
+    rows = x.shape[0]
+    if not isinstance(rows, int) or rows > decode.MOST_ROWS or x.stride(1) != 1:
         return False
-    if value(group[0].bases[0].a).stride(1) != 1:
-        return False
-    ups = {a.up.node for linear in group for a in linear.adapters}
+    ups = {a.up.node for a in adapters}
     for linear in group:
         (base, *more) = linear.bases
         if more or linear.rest is not None or base.scale != 1:
@@ -113,7 +123,6 @@ def is_whole(group: Sequence[Linear]) -> bool:
                 return False
             if not set(_ends(a.down.node)) <= ups:
                 return False
-    adapters = [a for linear in group for a in linear.adapters]
     if len({value(a.up.b).dtype for a in adapters}) > 1:
         return False
     columns = sum(narrow.padded(int(value(a.up.a).shape[1])) for a in adapters)
@@ -144,13 +153,12 @@ def by_width(members: list[Product]) -> Iterator[list[Product]]:
 def shape_of(group: Sequence[Linear]) -> profit.Shape:
     """The shape of a group of linears for tables."""
     first = group[0].bases[0]
-    adapters = [a for linear in group for a in linear.adapters]
     return profit.Shape(
         tokens=tokens_of(value(first.a).shape[0]),
         inner=tuple(int(value(p.a).shape[1]) for p in group[0].bases),
         outer=tuple(int(value(linear.bases[0].b).shape[1]) for linear in group),
         ranks=tuple(tuple(int(value(a.up.a).shape[1]) for a in linear.adapters) for linear in group),
         dtype=value(first.a).dtype,
-        adapters=value(adapters[0].up.b).dtype,
+        adapters=value(adapters_of(group)[0].up.b).dtype,
         layout="n" if value(first.b).stride(1) == 1 else "t",
     )

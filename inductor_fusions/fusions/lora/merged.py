@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,8 +69,15 @@ class Merged:
     rows: bool
 
 
-#: A product, its operands, the nodes from it on, and the factors.
-_Delta = tuple[fx.Node, Any, Any, list[fx.Node], float, fx.Node | None]
+class _Delta(NamedTuple):
+    """`scale * factor * (b @ a)`: the product, its operands, the nodes from it on, and the factors."""
+
+    product: fx.Node
+    b: Any
+    a: Any
+    between: list[fx.Node]
+    scale: float
+    factor: fx.Node | None
 
 
 def _merged(node: fx.Node) -> Merged | None:
@@ -91,17 +98,15 @@ def _merged(node: fx.Node) -> Merged | None:
         pairs = [(None, _delta(weight, 1.0))]
         last, total = [], None
     for w, delta in pairs:
-        if delta is None or (w is not None and not _fits(w, delta[0])):
+        if delta is None or (w is not None and not _fits(w, delta.product)):
             continue
-        _, b, a, between, scale, factor = delta
-        if not rows:
-            a, b = b, a
+        a, b = (delta.a, delta.b) if rows else (delta.b, delta.a)
         if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or not _is_narrow(a, b, rows):
             continue
         if w is None and bias is not None:
             continue
         sums = [*(last if w is None else []), *([total.node] if total is not None else [])]
-        return Merged(node, (*between, *sums), x, w, a, b, bias, scale, factor, rows)
+        return Merged(node, (*delta.between, *sums), x, w, a, b, bias, delta.scale, delta.factor, rows)
     return None
 
 
@@ -112,7 +117,7 @@ def _sums(total: Op) -> list[tuple[fx.Node | None, _Delta | None]]:
         w, b, a, alpha = total.only("input", "mat1", "other", "alpha")
         scale = 1.0 if alpha is None else alpha
         if isinstance(scale, (int, float)):
-            pairs.append((w, (total.node, b, a, [], scale, None)))
+            pairs.append((w, _Delta(total.node, b, a, [], scale, None)))
     elif total.name in ("add", "sub"):
         first, second = total.only("input", "other")
         pairs.append((first, _delta(second, -1.0 if total.name == "sub" else 1.0)))
@@ -127,7 +132,8 @@ def _delta(node: Any, scale: float) -> _Delta | None:
     while (op := read(node)) is not None and not op.inplace:
         between.insert(0, op.node)
         if op.name == "matmul":
-            return op.node, *op.only("input", "other"), between, scale, factor
+            left, right = op.only("input", "other")
+            return _Delta(op.node, left, right, between, scale, factor)
         if op.name in _VIEWS or _keeps_values(op):
             node = op.input
             continue
@@ -235,10 +241,8 @@ class MergedWeight(Candidate):
         # Without w, two products of low rank replace a wide one.
         if config.policy != "always" or not (trains or site.w is None):
             raise Reason.NOT_MEASURED.left_to_stock(
-                (
-                    "the adapter is merged into the weight in each step, and no measurement covers its form "
-                    "as two products"
-                ),
+                "the adapter is merged into the weight in each step, and no measurement covers its form as "
+                "two products",
                 "F.linear(x, w) + s * F.linear(F.linear(x, a), b)",
             )
 
@@ -249,13 +253,13 @@ class MergedWeight(Candidate):
         inner = make.call(times, site.x, site.a)
         if out is not None and out.requires_grad:
             inner.meta["example_value"].requires_grad_()
-        between = site.factor is not None and inner.meta["example_value"].dtype != torch.float16
-        if between:  # the gradient of the factor needs the narrow result alone
+        inside = site.factor is not None and inner.meta["example_value"].dtype != torch.float16
+        if inside:  # the gradient of the factor needs the narrow result alone
             inner = made(make, operator.mul, inner, site.factor)
         up = make.given(out, times, inner, site.b)
         if site.scale != 1:
             up = make.given(out, operator.mul, up, site.scale)
-        if site.factor is not None and not between:
+        if site.factor is not None and not inside:
             up = make.given(out, operator.mul, up, site.factor)
         if site.w is not None:
             w = self.known.keeping.kept(site.w, old)  # eager keeps the merged weight

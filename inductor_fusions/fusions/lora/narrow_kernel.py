@@ -56,7 +56,8 @@ def variant(
         early: whether the kernel behind it may start before this one ends.
         waits: whether this one starts before the kernel in front of it ends.
     """
-    outputs = [f"Y{i}" for i in range(1, len(shape.ranks))] + [f"H{i}" for i, f in enumerate(further) if f]
+    outputs = [f"Y{i}" for i in range(1, len(shape.ranks))]
+    outputs += [f"H{i}" for i, factor in enumerate(further) if factor]
     factors = [
         _factor(i, rank, shape, scales[i], further[i] if further else 0.0)
         for i, rank in enumerate(shape.ranks)
@@ -65,21 +66,12 @@ def variant(
     masks = ["(rk[None, :] < stop - k)"] if ragged else []
     if shape.layout == "t":
         masks.append("(rm[:, None] < M)")
-    read = [f["kept"] for f in factors if f["kept"]]
+    read = [factor["kept"] for factor in factors if factor["kept"]]
     for factor in factors:
-        inside = ["(rk[:, None] < stop - k)"] if ragged else []
-        if factor["beside"] > 1:
-            column = f"column_{factor['index']}"
-            if factor["block"] != factor["size"]:
-                inside.append(f"({column} % {factor['block']} < {factor['size']})")
-            if factor["beside"] != factor["summands"]:
-                inside.append(f"({column} < {factor['block'] * factor['summands']})")
-        elif factor["block"] != factor["size"]:
-            inside.append(f"(rn_{factor['index']}[None, :] < {factor['size']})")
-        factor["mask"] = " & ".join(inside)
+        factor["mask"] = _mask(factor, ragged)
     text = render(
         "narrow.py.jinja",
-        names=["X", *(f["name"] for f in factors), *read, *outputs],
+        names=["X", *(factor["name"] for factor in factors), *read, *outputs],
         factors=factors,
         splits=config.splits,
         x_inner=shape.layout == "n",
@@ -98,6 +90,24 @@ def variant(
         outputs=tuple(outputs),
         early=waits,
     )
+
+
+def _mask(factor: dict[str, Any], ragged: bool) -> str:
+    """Which elements of a tile of a narrow matrix are there, in the words of the template; "": all.
+
+    Args:
+        ragged: whether the last step of K is a part of one.
+    """
+    inside = ["(rk[:, None] < stop - k)"] if ragged else []
+    if factor["beside"] > 1:
+        column = f"column_{factor['index']}"
+        if factor["block"] != factor["size"]:
+            inside.append(f"({column} % {factor['block']} < {factor['size']})")
+        if factor["beside"] != factor["summands"]:
+            inside.append(f"({column} < {factor['block'] * factor['summands']})")
+    elif factor["block"] != factor["size"]:
+        inside.append(f"(rn_{factor['index']}[None, :] < {factor['size']})")
+    return " & ".join(inside)
 
 
 def _factor(index: int, rank: int, shape: narrow.Shape, scale: float, further: float) -> dict[str, Any]:

@@ -16,14 +16,14 @@ from ...fusion import Candidate, LeftToStock, Rejected, Scope, nodes_of
 from ...graph.builder import Builder, substitute
 from ...graph.facts import facts
 from ...graph.placement import Place, earliest, find
-from ...graph.products import PRODUCTS, Product, products_of, scaled, value
+from ...graph.products import PRODUCTS, Product, operands_of, products_of, scaled, value
 from ...operands import tokens_of
 from ...reasons import Reason
 from . import accumulate_sites, downs, gather, gradients, profit, round_trips, unread
 from .adapters import Adapter, source, unrounded
 from .checks import check_adapter, check_shapes
 from .emitter import Emitter
-from .groups import current, grouped, is_whole, result_dtypes, shape_of
+from .groups import adapters_of, bases_of, current, grouped, is_whole, result_dtypes, shape_of
 from .masks import masked
 from .op import LORA_LINEAR
 from .recognise import Linear, linears
@@ -53,7 +53,7 @@ def candidates(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     found = without(found, sums)
     # Nothing but functions of skinny GEMMs is added up in the backward of a small MLP.
     sums = [s for s in sums if not s.problem or any(a.middle is None for a in s.adapters)]
-    adapters = [a for each in (*found, *sums) for a in each.adapters]
+    adapters = adapters_of((*found, *sums))
     narrows = gradients.read(
         products, {a.down.node for a in adapters}, [a.middle for a in adapters if a.middle is not None]
     )
@@ -95,14 +95,16 @@ class Adapted(Candidate):
         first = self.group[0]
         if not first.bases:
             return {}
-        adapters = [a for linear in self.group for a in linear.adapters]
         return {
             "input": guards.text(first.bases[0].a),
-            "weights": ", ".join(guards.text(p.b) for linear in self.group for p in linear.bases),
-            "adapters": ", ".join(f"{guards.text(a.down.b)} x {guards.text(a.up.b)}" for a in adapters),
+            "weights": ", ".join(guards.text(p.b) for p in bases_of(self.group)),
+            "adapters": ", ".join(
+                f"{guards.text(a.down.b)} x {guards.text(a.up.b)}" for a in adapters_of(self.group)
+            ),
         }
 
     def guard(self) -> None:
+        """Keep the longest part of the group, from its first linear on, that may be fused."""
         if self.group[0].problem:
             raise LeftToStock(self.group[0].problem)
         guards.check_device(self.anchor)
@@ -124,21 +126,21 @@ class Adapted(Candidate):
         raise reason
 
     def _check(self, group: list[Linear]) -> None:
-        terms = [p for linear in group for p in (*linear.bases, *(a.up for a in linear.adapters))]
-        if len(terms) > MOST_PRODUCTS:
+        bases, adapters = bases_of(group), adapters_of(group)
+        if len(bases) + len(adapters) > MOST_PRODUCTS:
             raise Reason.LIMIT.rejected(f"there are more than {MOST_PRODUCTS} products")
-        guards.check_products([p for linear in group for p in linear.bases])
+        guards.check_products(bases)
         for linear in group:
             self._check_linear(linear)
         if len({value(linear.root).dtype for linear in group} - {torch.float32}) > 1:
             raise Reason.MIXED_DTYPES.rejected("the results have two different 16-bit dtypes")
-        for a in (a for linear in group for a in linear.adapters):
-            self._check_adapter(a, value(group[0].bases[0].a))
+        for a in adapters:
+            self._check_adapter(a, value(bases[0].a))
         self.whole = is_whole(group)
-        self.downs = [] if self.whole else downs.narrow_products(_downs_of(group))
+        self.downs = [] if self.whole else downs.narrow_products(a.down for a in adapters)
         self.place = self._place(group)
-        plain = all(a.is_plain for linear in group for a in linear.adapters)
-        profit.check_few_rows(tokens_of(value(terms[0].node).shape[0]), plain)
+        plain = all(a.is_plain for a in adapters)
+        profit.check_few_rows(tokens_of(value(bases[0].node).shape[0]), plain)
         self.kernel = profit.kernel(shape_of(group), value(self.anchor).device)
         for linear in group:
             self._check_dropouts(linear)
@@ -184,17 +186,19 @@ class Adapted(Candidate):
         for linear in group:
             terms += [replace(p, a=unrounded(p.a).base) for p in linear.bases]
             terms += [replace(a.up, a=a.read) for a in linear.adapters]
-        others = [a.down.b for linear in group for a in linear.adapters]
-        others += [a.factor for linear in group for a in linear.adapters if a.factor is not None]
-        others += [o.node for linear in group for o in linear.offsets]
-        others += [o.factor for linear in group for o in linear.offsets if o.factor is not None]
-        others += [linear.rest for linear in group if linear.rest is not None]
-        # Views are made anew, and results reshaped.
-        others += [size for linear in group for p in linear.bases for size in unrounded(p.a).sizes]
-        others += [size for linear in group for a in linear.adapters for size in source(a.down.a).sizes]
-        others += [x for linear in group for x in self.sizes[linear.root] if isinstance(x, fx.Node)]
-        roots = {p.node: linear.root for linear in group for p in linear.bases}
-        roots |= {a.up.node: linear.root for linear in group for a in linear.adapters}
+        others: list[Any] = []
+        roots: dict[fx.Node, fx.Node] = {}
+        for linear in group:
+            others += [linear.rest, *self.sizes[linear.root]]  # results are reshaped
+            for offset in linear.offsets:
+                others += [offset.node, offset.factor]
+            for p in linear.bases:
+                others += unrounded(p.a).sizes  # views are made anew
+                roots[p.node] = linear.root
+            for a in linear.adapters:
+                others += [a.down.b, a.factor, *source(a.down.a).sizes]
+                roots[a.up.node] = linear.root
+        others = [x for x in others if isinstance(x, fx.Node)]
         # Behind the skinny GEMMs, which stand where their own operands are there.
         after = max((down.place.before for down in self.downs), default=None)
         outputs = [linear.root for linear in group]
@@ -202,8 +206,7 @@ class Adapted(Candidate):
             place = find([replace(p, node=roots[p.node]) for p in terms], others, after)
             memory.check(terms, place.before, outputs)
             return place
-        operands = [x for p in terms for x in (p.a, p.b, p.bias) if x is not None]
-        place = earliest([*operands, *others], after)
+        place = earliest([*operands_of(terms), *others], after)
         try:
             memory.check(terms, place.before, outputs)
         except Rejected:
@@ -285,7 +288,7 @@ class Adapted(Candidate):
         """Adds one skinny GEMM; returns its results by down-projection: as they are, and as the block
         GEMM reads them, with the factor of the adapter, where that differs."""
         dtype = value(self.group[0].bases[0].a).dtype
-        scales = {a.down.node: a.scale for x in self.group for a in x.adapters if a.middle is None}
+        scales = {a.down.node: a.scale for a in adapters_of(self.group) if a.middle is None}
 
         def form(p: Product, x: fx.Node) -> float:
             scale = scales.get(p.node)
@@ -305,7 +308,7 @@ class Adapted(Candidate):
         the product with the factor may overflow where the result does not.
         """
         same = value(down.b).dtype == base
-        once = sum(a.down.node is down.node for x in self.group for a in x.adapters) == 1
+        once = sum(a.down.node is down.node for a in adapters_of(self.group)) == 1
         if read != base or (same and (scale == 1 or not once or base == torch.float16)):
             return 0.0
         return scale if once else 1.0
@@ -346,7 +349,3 @@ class Adapted(Candidate):
             left, right = make.aligned(left, right)
             found.append(Product(a.up.node, left, right, None, scale))
         return found
-
-
-def _downs_of(group: Sequence[Linear]) -> Iterator[Product]:
-    return (a.down for linear in group for a in linear.adapters)

@@ -158,7 +158,7 @@ def _cast(interpreter: Interpreter, op: torch_ops.Op) -> Value:
 
 
 def _holds_elements(value: Value) -> bool:
-    return any(True for part in branches(value) for _ in part.elements)
+    return any(list(part.elements) for part in branches(value))
 
 
 @rule(*torch_ops.COPIES, "detach")

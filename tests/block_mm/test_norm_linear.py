@@ -159,6 +159,19 @@ def test_a_mean_without_its_dim() -> None:
     assert seen.fused("linear_epilogue") == 1 and seen.fused("norm_linear") == 0
 
 
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x[:1, ::2], lambda x: x[:1, :1].expand(1, 64), lambda x: x.t()[:1, :64]],
+    ids=["every other", "expanded", "transposed"],
+)
+def test_input_apart_in_memory(view: Callable[..., Any]) -> None:
+    """The kernel would not be made, and the norm and the linear run one by one."""
+    norm, linear = Llama().to(BF16), nn.Linear(64, 96).to(BF16)
+    with torch.no_grad():
+        seen = run(lambda x: linear(norm(view(x))), (rand(64, 128, grad=False),))
+    assert seen.fused("linear_epilogue") == 1 and seen.codes("norm_linear") == ["layout"]
+
+
 @pytest.mark.parametrize("gain", [True, False])
 @pytest.mark.parametrize("width", [32, 128])
 def test_rows_of_another_width(gain: bool, width: int) -> None:

@@ -79,7 +79,8 @@ def norm_of(rsqrt: fx.Node) -> Norm | None:
     op = torch_ops.read(mean)
     if op is None or op.name != "mean" or not (is_over_last(op) and reduced(op)[1]) or eps <= 0:
         return None
-    if len(rsqrt.users) != 1:
+    # Where another node reads the mean, the kernel of that stays.
+    if any(len(node.users) != 1 for node in (mean, *rsqrt.all_input_nodes, rsqrt)):
         return None
     (square,), (product,) = mean.all_input_nodes, rsqrt.users
     squared, others = _squared(square), [node for node in product.all_input_nodes if node is not rsqrt]

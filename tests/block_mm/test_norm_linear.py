@@ -187,6 +187,17 @@ def test_rows_of_another_width(gain: bool, width: int) -> None:
     assert seen.fused("norm_linear") == 0 and not seen.reasons("norm_linear")
 
 
+def test_mean_read_elsewhere() -> None:
+    """Stock's kernel of the mean stays."""
+
+    def fn(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean = x.square().mean(-1, keepdim=True)
+        return F.linear(x * torch.rsqrt(mean + 1e-5), weight), mean
+
+    seen = run(fn, (rand(1, 64, grad=False), rand(96, 64, grad=False)))
+    assert seen.fused("linear_epilogue") == 1 and seen.fused("norm_linear") == 0
+
+
 def test_a_vector_of_each_row() -> None:
     """Not a weight: it differs from row to row."""
     norm, linear = Plain(), nn.Linear(64, 96).to(BF16)

@@ -79,14 +79,17 @@ def norm_of(rsqrt: fx.Node) -> Norm | None:
     op = torch_ops.read(mean)
     if op is None or op.name != "mean" or not (is_over_last(op) and reduced(op)[1]) or eps <= 0:
         return None
-    if len(rsqrt.users) != 1:
+    # Where another node reads the mean, the kernel of that stays.
+    if any(len(node.users) != 1 for node in (mean, *rsqrt.all_input_nodes, rsqrt)):
         return None
     (square,), (product,) = mean.all_input_nodes, rsqrt.users
-    wide = _squared(square)
-    if wide is None or product.target not in MUL or set(product.args) != {wide, rsqrt}:
+    squared, others = _squared(square), [node for node in product.all_input_nodes if node is not rsqrt]
+    if squared is None or product.target not in MUL or len(others) != 1:
         return None
-    found = Norm(through(wide, CASTS), product, eps)
-    inside = [wide, square, mean, rsqrt, product, *_between(wide, found.x)]
+    found, (wide,) = Norm(through(squared, CASTS), product, eps), others
+    if through(wide, CASTS) is not found.x:
+        return None
+    inside = [square, mean, rsqrt, product, *_between(squared, found.x), *_between(wide, found.x)]
     if not all(holds(value(node).dtype, value(found.x).dtype) for node in inside):
         return None
     while _extend(found):
@@ -95,7 +98,7 @@ def norm_of(rsqrt: fx.Node) -> Norm | None:
 
 
 def _extend(norm: Norm) -> bool:
-    """Add what alone reads the result to the norm: a cast, or the multiplication by a vector."""
+    """Add what alone reads the result to the norm: a cast, a slice of all, or the product with a vector."""
     dtype = value(norm.x).dtype
     if len(norm.result.users) != 1:
         return False
@@ -103,7 +106,8 @@ def _extend(norm: Norm) -> bool:
     if not is_floating(user) or not holds(value(user).dtype, dtype):
         return False
     others = [node for node in user.all_input_nodes if node is not norm.result]
-    if user.target in CASTS:
+    takes_all = user.target is aten.slice.Tensor and same_sizes(value(user).shape, value(norm.result).shape)
+    if user.target in CASTS or takes_all:
         norm.result = user
         return True
     if user.target not in MUL or norm.gain is not None or len(others) != 1:
@@ -165,6 +169,8 @@ class NormedLinears(Candidate):
     def guard(self) -> None:
         if self.others:
             raise Rejected(guards.read_elsewhere("the result of the norm", self.others))
+        for node in self.calls:
+            guards.check_layout(value(self.norm.x).reshape(value(_call(node).a[0]).shape))
         if config.policy != "always":
             if any(value(_call(node).a[0]).shape[0] != 1 for node in self.calls):
                 raise Reason.NOT_MEASURED.left_to_stock("only norms of one row were measured")
@@ -222,7 +228,12 @@ def _takes(node: fx.Node, result: fx.Node) -> bool:
     if node.target is not BLOCK_MM or node.kwargs or _call(node).eps is not None:
         return False
     call = _call(node)
-    first = [through(call.a[p], RESHAPES) is result for p in call.first()]
+    # A reshape of the last dim makes other rows than those of the norm.
+    width = value(result).shape[-1:]
+    first = [
+        through(call.a[p], RESHAPES) is result and same_sizes(value(call.a[p]).shape[1:], width)
+        for p in call.first()
+    ]
     rest = [a for p, a in enumerate(call.a) if p not in call.first()] + [*call.b, *call.bias]
     if not all(first) or any(through(other, RESHAPES) is result for other in rest):
         return False

@@ -46,10 +46,28 @@ class Plain(Llama):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
 
+class Twice(Llama):
+    """Widens its input in two places, which Inductor does not merge in inference."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        root = torch.rsqrt(x.to(dtype).pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (root * x.to(dtype)).to(x.dtype)
+
+
+class Last(Llama):
+    """Only its last row is read, and there is no other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[:, None])[:, -1:].squeeze(1)
+
+
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "llama": Llama,
     "gemma": Gemma,
     "plain": Plain,
+    "twice": Twice,
+    "last": Last,
     "torch": lambda: nn.RMSNorm(64, eps=1e-6),
 }
 
@@ -138,6 +156,45 @@ def test_a_mean_without_its_dim() -> None:
     """Each row is multiplied by those of all rows: the result is larger than the input."""
     args = rand(2, 1, 64, grad=False), rand(96, 64, grad=False)
     seen = check(lambda x, w: F.linear(x * torch.rsqrt(x.square().mean(-1) + 1e-5), w), args, budget=3.0)
+    assert seen.fused("linear_epilogue") == 1 and seen.fused("norm_linear") == 0
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x[:1, ::2], lambda x: x[:1, :1].expand(1, 64), lambda x: x.t()[:1, :64]],
+    ids=["every other", "expanded", "transposed"],
+)
+def test_input_apart_in_memory(view: Callable[..., Any]) -> None:
+    """The kernel would not be made, and the norm and the linear run one by one."""
+    norm, linear = Llama().to(BF16), nn.Linear(64, 96).to(BF16)
+    with torch.no_grad():
+        seen = run(lambda x: linear(norm(view(x))), (rand(64, 128, grad=False),))
+    assert seen.fused("linear_epilogue") == 1 and seen.codes("norm_linear") == ["layout"]
+
+
+@pytest.mark.parametrize("gain", [True, False])
+@pytest.mark.parametrize("width", [32, 128])
+def test_rows_of_another_width(gain: bool, width: int) -> None:
+    """A reshape between the norm and the linear makes other rows: each was divided by what others have."""
+    norm = Llama().to(BF16) if gain else Plain()
+
+    def fn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(norm(x).view(-1, width), weight)
+
+    with torch.no_grad():
+        seen = run(fn, (rand(2, 64, grad=False), rand(96, width, grad=False)))
+    assert seen.fused("linear_epilogue") == 1
+    assert seen.fused("norm_linear") == 0 and not seen.reasons("norm_linear")
+
+
+def test_mean_read_elsewhere() -> None:
+    """Stock's kernel of the mean stays."""
+
+    def fn(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean = x.square().mean(-1, keepdim=True)
+        return F.linear(x * torch.rsqrt(mean + 1e-5), weight), mean
+
+    seen = run(fn, (rand(1, 64, grad=False), rand(96, 64, grad=False)))
     assert seen.fused("linear_epilogue") == 1 and seen.fused("norm_linear") == 0
 
 

@@ -30,6 +30,16 @@ def weights_averaged_over_heads(q: Any, k: Any, v: Any) -> Any:
     return scored(q, k).softmax(-1).mean(1) @ v[:, 0]
 
 
+@form(*QKV, (4, 4), (4,), fused=0, reasons=("linear is between",))
+def heads_mixed_by_linears(q: Any, k: Any, v: Any, w: Any, b: Any) -> Any:
+    """Talking heads, before and after the softmax."""
+
+    def mixed(x: Any) -> Any:
+        return torch.nn.functional.linear(x.permute(0, 2, 3, 1), w, b).permute(0, 3, 1, 2)
+
+    return mixed(mixed(scored(q, k)).softmax(-1)) @ v
+
+
 @form((2, 9, 8), (2, 9, 8), (2, 4, 9, 8), fused=0, reasons=("broadcast",))
 def one_map_for_all_heads(q: Any, k: Any, v: Any) -> Any:
     return (q @ k.mT).softmax(-1)[:, None] @ v

@@ -122,6 +122,12 @@ def experts_without_a_gate(x: Any, w: Any, v: Any) -> Any:
     return torch.bmm(F.gelu(torch.bmm(x, w)), v)
 
 
+@form((48, 64), "frozen 4x64x32", "frozen 4x64x32", left=(2, 2), reasons=("another order", "another order"))
+def all_experts_of_each_token(x: Any, w: Any, v: Any) -> Any:
+    """A linear whose columns an einsum moves in front of the rows."""
+    return F.silu(torch.einsum("td,edf->etf", x, w)) * torch.einsum("td,edf->etf", x, v)
+
+
 @form((4, 48, 64), (4, 256, 64), (4, 64, 256), reasons=("batch of products", "batch of products"))
 def experts_without_a_gate_by_einsum(x: Any, w: Any, v: Any) -> Any:
     return torch.einsum("ech,eoh->eco", F.relu(torch.einsum("eci,ehi->ech", x, w)), v)

@@ -19,7 +19,7 @@ from ...graph.torch_ops import PRODUCTS, Op, dropout_p, read, reads_metadata, te
 from ...operands import same_shape
 from ...reasons import Reason
 from . import einsum
-from .arrangement import OVER_ANOTHER_DIM, OWN_VALUES, Arrangement, Misplaced, is_view, permuted
+from .arrangement import OVER_ANOTHER_DIM, OWN_KEYS, OWN_VALUES, Arrangement, Misplaced, is_view, permuted
 from .assigned import condition as assigned_to
 from .masks import Interpreter
 from .normal_form import Attention, Result, Term
@@ -306,7 +306,7 @@ def _matrices(op: Op, node: fx.Node, at: Arrangement) -> Result:
     if single is not None and single.rows[0] != last[0] and single.columns[0] == last[1]:
         raise Misplaced(OWN_VALUES)
     if single is None or (single.rows[0], single.columns[0]) != last:
-        raise Misplaced(OVER_ANOTHER_DIM)
+        raise Misplaced(OVER_ANOTHER_DIM if at.rows or at.columns != last[1:] else OWN_KEYS)
     v, lead = permuted(operand, (*single.lead, *last)), single.sizes(weights.shape)
     lengths = weights.shape[single.rows[0]], operand.shape[-1 if is_left else -2]
     dims = (*(single.lead.index(d) for d in range(rank - 2)), *last)

@@ -77,3 +77,17 @@ def divergence_of_two_heads(h: Any, w: Any, y: Any, v: Any) -> Any:
     p, q = (F.linear(h, each).softmax(-1) for each in (w, v))
     mean = (p + q) / 2
     return (p * (p / mean).log()).sum() + (q * (q / mean).log()).sum()
+
+
+@form(*HEAD, left=(1, 1), reasons=("written as exponentials", "written as exponentials"))
+def logsumexp_by_hand(h: Any, w: Any, y: Any) -> Any:
+    logits = F.linear(h, w)
+    logits = logits - logits.amax(-1, keepdim=True)
+    return (logits.exp().sum(-1).log() - logits.gather(-1, y[..., None]).squeeze(-1)).mean()
+
+
+@form(*HEAD, left=(1, 1), reasons=("written as exponentials", "written as exponentials"))
+def softmax_by_hand(h: Any, w: Any, y: Any) -> Any:
+    logits = F.linear(h, w)
+    e = torch.exp(logits - logits.max(-1, keepdim=True)[0])
+    return -torch.log((e / e.sum(-1, keepdim=True)).gather(-1, y[..., None])).mean()

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 _BETWEEN = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
     "dropout", "mul", "div", "add", "expand", "where", "masked_fill", "getitem", "slice", "narrow",
     "nan_to_num", "mean", "split", "split_with_sizes", "getattr", "sub", "neg", "unbind", "chunk",
-    "conv1d", "conv2d", "conv3d", "cat", "stack", "pad", "scatter", "topk", "select",
+    "conv1d", "conv2d", "conv3d", "cat", "stack", "pad", "scatter", "topk", "max", "select",
 }  # fmt: skip
 
 #: What takes single weights, of which each multiplies a value of its own in a loop.
-_PARTS = frozenset("getitem select unbind split split_with_sizes chunk topk".split())
+_PARTS = frozenset("getitem select unbind split split_with_sizes chunk topk max".split())
 _LOGARITHMS = frozenset("log log2 log1p log_softmax log_sigmoid".split())
 
 #: What may stand between scores that two softmaxes read and either of them.

@@ -35,12 +35,14 @@ _OTHERS = {
     "softmax": "the loss reads probabilities of a softmax, and not its logarithm, a log_softmax",
     "binary_cross_entropy_with_logits": "the loss is binary, of each class, and not of a softmax",
     "log_sigmoid": "the loss is binary, of each pair, and not of a softmax",
+    "exp": "the loss is written as exponentials and their sum",
 }
-#: What may be between logits and a sigmoid, each with a second operand.
+#: What may be between logits and a sigmoid or an exponential, each with a second operand.
 _BINARY = frozenset("mul div add sub neg".split()) | CASTS | VIEWS
 #: What makes probabilities of probabilities, such as those of copied words.
 _MIXES = (
-    frozenset("mul div add sub clamp clamp_min getitem scatter_add scatter_add_ index_add pad cat".split())
+    frozenset("mul div add sub sum clamp clamp_min getitem scatter_add scatter_add_ index_add pad".split())
+    | {"cat"}
     | CASTS
     | SELECTS
 )
@@ -103,10 +105,12 @@ def written_out(node: fx.Node) -> Unread | None:
     op = read(node)
     if op is None:
         return None
-    logits = op.input if op.name != "log_sigmoid" else _linear_before(op.input)
+    logits = _linear_before(op.input) if op.name in ("log_sigmoid", "exp") else op.input
     if op.name in (*_SOFTMAXES, "softmax") and not is_over_last(op):
         return None
-    if logits is None or (op.name == "softmax" and not _reaches_log(node)):
+    if logits is None or (op.name in ("softmax", "exp") and not _reaches_log(node)):
+        return None
+    if op.name == "exp" and not any(map(_sums_classes, readers(node))):
         return None
     try:
         found = walk(logits, [], [])
@@ -141,6 +145,11 @@ def _linear_before(node: Any, steps: int = 8) -> fx.Node | None:
         return None
     found = (_linear_before(each, steps - 1) for each in node.all_input_nodes)
     return next((each for each in found if each is not None), None)
+
+
+def _sums_classes(node: fx.Node) -> bool:
+    op = read(node)
+    return op is not None and op.name == "sum" and is_over_last(op)
 
 
 def _reaches_log(weights: fx.Node, steps: int = 6) -> bool:

@@ -237,7 +237,7 @@ def _is_turned_batch(node: fx.Node) -> bool:
 
 
 def _share_input(first: fx.Node, second: fx.Node) -> bool:
-    """Whether linears, columns of them, or batches of products read one input."""
+    """Whether linears or columns of them read one input, or batches of products one operand."""
     return bool(_inputs(first) & _inputs(second))
 
 
@@ -298,10 +298,15 @@ def _why(sides: list[fx.Node], functions: list[str], mixed: bool) -> Said:
         return CONVOLUTION
     if many:
         return Reason.LIMIT(
-            "gate and up are batches of products (experts, or an input whose rows are apart in memory), and "
-            "the kernel supports one matrix each"
+            "gate and up are batches of products with one operand in common (experts, or an input whose rows "
+            "are apart in memory), and the kernel supports one matrix each"
         )
-    if not all(product(side) or columns(side) for side in sides):
+    in_rows = all(product(side) or columns(side) for side in sides)
+    if not in_rows and len({is_apart(side) for side in sides}) == 2:
+        return Reason.LAYOUT(
+            "the results of gate and up are put into another order, as by an einsum that moves large dims"
+        )
+    if not in_rows:
         return Reason.LAYOUT(
             "gate and up are parts of one linear whose columns are not evenly spaced, such as parts of heads"
         )

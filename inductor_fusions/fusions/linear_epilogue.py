@@ -58,8 +58,16 @@ _LAST = CASTS | {
 }  # fmt: skip
 #: How far behind the linear it may be.
 _STEPS = 8
+_BATCHES = (aten.bmm.default, aten.baddbmm.default)
+#: Nodes between two batches of products, at most.
+_MOST_STEPS = 32
 #: Rows of a linear that is a site without an activation. For more, the library was as fast.
 MOST_ROWS = 16
+
+
+_OF_EXPERTS = Reason.LIMIT(
+    "the activation follows a batch of products (experts, say), and the kernel supports one matrix"
+)
 
 
 def _whole_activation(linear: Product, expressions: Expressions) -> tuple[fx.Node, str] | None:
@@ -111,6 +119,31 @@ def _has_nonlinear_tail(node: fx.Node, steps: int = _STEPS) -> bool:
         if user.target in _NONLINEAR or (steps and _has_nonlinear_tail(user, steps - 1)):
             return True
     return False
+
+
+def _expert(node: fx.Node) -> fx.Node | None:
+    """The batch of products whose activation is an operand of another batch, which a node is."""
+    for operand in node.all_input_nodes[-2:]:
+        waiting, ends, seen = [operand], set[fx.Node](), set[fx.Node]()
+        while waiting and len(seen) < _MOST_STEPS:
+            inner = waiting.pop()
+            if inner in seen or tensor(inner) is None:
+                continue
+            seen.add(inner)
+            if inner.target in RESHAPES | {aten.permute.default} or is_pointwise(inner):
+                waiting += inner.all_input_nodes
+            else:
+                ends.add(inner)
+        found = ends.pop() if len(ends) == 1 else None
+        if found is not None and found.target in _BATCHES and any(each.target in _NONLINEAR for each in seen):
+            return None if _is_turned(found) > _is_turned(node) else found
+    return None
+
+
+def _is_turned(node: fx.Node) -> bool:
+    """Whether the matrices on the right are transposed, as keys are in front of values that are not."""
+    matrices = tensor(node.args[-1])
+    return matrices is not None and not known_true(matrices.stride(-1) == 1)
 
 
 def _crossed(node: fx.Node) -> Product | None:
@@ -211,7 +244,7 @@ FUSION = Fusion(
 )
 
 
-@FUSION.group(lambda: [*_NONLINEAR, aten.mul.Tensor, *PRODUCTS])
+@FUSION.group(lambda: [*_NONLINEAR, aten.mul.Tensor, *PRODUCTS, *_BATCHES])
 def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     """Every linear that an activation follows, every one of a cross layer, and every one of a few rows."""
     yield from units.candidates(scope.graph)
@@ -220,6 +253,10 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     for node in linears:
         if product(node) is None and _has_nonlinear_tail(node):
             yield guards.reported_batch(node)
+    for node in nodes:
+        inner = _expert(node) if node.target in _BATCHES else None
+        if inner is not None:
+            yield guards.reported(inner, _OF_EXPERTS)
     products = [found for node in linears if (found := product(node)) is not None]
     whole = {linear.node: _whole_activation(linear, expressions) for linear in products}
     for node, last in whole.items():

@@ -138,6 +138,7 @@ def test_selected_by_a_mask(select: Any) -> None:
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         check(fn, operands(), fused=0, reason="by a mask", train=False)
+    assert len(check(fn, operands(), fused=0, reason="returns all products").sites) == 1
 
 
 def test_indices_that_are_inputs() -> None:

@@ -112,6 +112,27 @@ def experts_of_each_token(x: Any, w: Any, v: Any) -> Any:
     return gate * torch.einsum("ti,taoi->tao", x, v[chosen])
 
 
+@form((4, 48, 64), (4, 48, 64), (4, 64, 256), reasons=("one operand in common", "one operand in common"))
+def batches_that_share_a_weight(x: Any, y: Any, w: Any) -> Any:
+    return F.silu(torch.bmm(x, w)) * torch.bmm(y, w)
+
+
+@form((4, 48, 64), (4, 64, 256), (4, 256, 64), reasons=("batch of products", "batch of products"))
+def experts_without_a_gate(x: Any, w: Any, v: Any) -> Any:
+    return torch.bmm(F.gelu(torch.bmm(x, w)), v)
+
+
+@form((48, 64), "frozen 4x64x32", "frozen 4x64x32", left=(2, 2), reasons=("another order", "another order"))
+def all_experts_of_each_token(x: Any, w: Any, v: Any) -> Any:
+    """A linear whose columns an einsum moves in front of the rows."""
+    return F.silu(torch.einsum("td,edf->etf", x, w)) * torch.einsum("td,edf->etf", x, v)
+
+
+@form((4, 48, 64), (4, 256, 64), (4, 64, 256), reasons=("batch of products", "batch of products"))
+def experts_without_a_gate_by_einsum(x: Any, w: Any, v: Any) -> Any:
+    return torch.einsum("ech,eoh->eco", F.relu(torch.einsum("eci,ehi->ech", x, w)), v)
+
+
 @form(X, "frozen 128x64", "frozen 128x64", reasons=("", "used-elsewhere"))
 def quick_gelu(x: Any, w: Any, v: Any) -> Any:
     """CLIP's, in a gate."""

@@ -45,3 +45,22 @@ def adapters_of_each_token(x: Any, w: Any, a: Any, b: Any, which: Any) -> Any:
 def gate_of_low_rank(x: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     """Both linears of a gate are two products of low rank."""
     return torch.tanh(F.linear(F.linear(x, a), b)) * F.linear(F.linear(x, c), d)
+
+
+@form((2, 16, 6, 6), (16, 16, 3, 3), (48, 12), (12, 48), left=(1, 1), reasons=("no-matrix", "no-matrix"))
+def merged_into_a_convolution(x: Any, w: Any, b: Any, a: Any) -> Any:
+    """loralib."""
+    return F.conv2d(x, w + (b @ a).view(16, 16, 3, 3) * 0.5, padding=1)
+
+
+@form((2, 16, 6, 6), (16, 16, 3, 3), (2, 16))
+def weight_of_each_sample(x: Any, w: Any, style: Any) -> Any:
+    """StyleGAN's modulated convolution is no adapter."""
+    weight = (w * style[:, None, :, None, None]).view(32, 16, 3, 3)
+    return F.conv2d(x.view(1, 32, 6, 6), weight, padding=1, groups=2)
+
+
+@form(X, "frozen 64x64", (8, 64), (8, 8), (64, 8), left=(1, 1))
+def adapter_with_a_core(x: Any, w: Any, a: Any, core: Any, b: Any) -> Any:
+    """FLoRA; nothing is said of an outer product."""
+    return F.linear(x, w) + x @ a.t() @ core @ b.t()

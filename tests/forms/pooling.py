@@ -32,6 +32,15 @@ def decoder_state_by_index(state: Any, memory: Any, n: Any) -> Any:
     return (scores.softmax(-1)[:, None] @ memory)[:, 0]
 
 
+@form((2, 9, 8), (2, 7, 8), (1, 24), fused=0, reasons=("keys of its own",))
+def questions_of_a_context(context: Any, question: Any, w: Any) -> Any:
+    """BiDAF: a linear scores each pair."""
+    c = context[:, :, None].expand(-1, -1, 7, -1)
+    q = question[:, None].expand(-1, 9, -1, -1)
+    scores = F.linear(torch.cat([c, q, c * q], dim=-1), w).squeeze(-1)
+    return scores.softmax(-1) @ question
+
+
 @form((8,), (2, 13, 8))
 def pooling_by_a_learned_query(query: Any, x: Any) -> Any:
     return einsum("bn,bnd->bd", (einsum("d,bnd->bn", query, x) * 0.3).softmax(-1), x)

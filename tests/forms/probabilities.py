@@ -56,3 +56,38 @@ def unlikelihood(h: Any, w: Any, y: Any) -> Any:
 def probabilities_alone(h: Any, w: Any, y: Any) -> Any:
     """No logarithm: that is no loss of labels."""
     return (F.softmax(F.linear(h, w), -1) * 0.5)[..., :10].clamp(min=1e-4)
+
+
+@form(*HEAD, reasons=("of each pair", "of each pair"))
+def sigmoid_of_pairs(h: Any, w: Any, y: Any) -> Any:
+    """SigLIP."""
+    signs = 2 * F.one_hot(y, 80).to(h.dtype) - 1
+    return -F.logsigmoid(signs * (F.linear(h, w) * 10 - 1)).sum() / 24
+
+
+@form(*HEAD, reasons=("of each class", "of each class"))
+def binary_by_keyword(h: Any, w: Any, y: Any) -> Any:
+    logits = F.linear(h, w)
+    return F.binary_cross_entropy_with_logits(target=F.one_hot(y, 80).to(h.dtype), input=logits)
+
+
+@form(*HEAD, (80, 32), reasons=_OF_SOFTMAX)
+def divergence_of_two_heads(h: Any, w: Any, y: Any, v: Any) -> Any:
+    """That of Jensen and Shannon: each distribution over their mean."""
+    p, q = (F.linear(h, each).softmax(-1) for each in (w, v))
+    mean = (p + q) / 2
+    return (p * (p / mean).log()).sum() + (q * (q / mean).log()).sum()
+
+
+@form(*HEAD, left=(1, 1), reasons=("written as exponentials", "written as exponentials"))
+def logsumexp_by_hand(h: Any, w: Any, y: Any) -> Any:
+    logits = F.linear(h, w)
+    logits = logits - logits.amax(-1, keepdim=True)
+    return (logits.exp().sum(-1).log() - logits.gather(-1, y[..., None]).squeeze(-1)).mean()
+
+
+@form(*HEAD, left=(1, 1), reasons=("written as exponentials", "written as exponentials"))
+def softmax_by_hand(h: Any, w: Any, y: Any) -> Any:
+    logits = F.linear(h, w)
+    e = torch.exp(logits - logits.max(-1, keepdim=True)[0])
+    return -torch.log((e / e.sum(-1, keepdim=True)).gather(-1, y[..., None])).mean()

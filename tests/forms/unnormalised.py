@@ -90,6 +90,11 @@ def linear_attention(q: Any, k: Any, v: Any) -> Any:
     return (F.elu(q) + 1) @ ((F.elu(k) + 1).mT @ v)
 
 
+@form((3, 4, 8), (3, 16, 8), (3, 8, 16), fused=0, reasons=())
+def experts_by_einsum(x: Any, w: Any, v: Any) -> Any:
+    return torch.einsum("ech,eoh->eco", F.silu(torch.einsum("eci,ehi->ech", x, w)), v)
+
+
 @form((3, 4, 8), (3, 8, 16), (3, 16, 8), fused=0, reasons=())
 def experts(x: Any, w: Any, v: Any) -> Any:
     """Linears of each sample are no pairs."""
@@ -134,6 +139,63 @@ def classes_in_front_of_a_convolution(x: Any, w: Any) -> Any:
 def mixed_layers(states: Any, w: Any) -> Any:
     """Speech features: one weight for each layer."""
     return (w.softmax(0).view(-1, 1, 1, 1) * states).sum(0)
+
+
+@form((3, 2, 9, 8), (3,), (1,), fused=0, reasons=("only one dim",))
+def mixed_layers_in_a_loop(states: Any, w: Any, gamma: Any) -> Any:
+    """ELMo: single weights, each with a layer of its own."""
+    return gamma * sum(each * state for each, state in zip(w.softmax(0).split(1), states, strict=True))
+
+
+@form((2, 16, 6, 6), (2, 2, 8), fused=0, reasons=("no-product",))
+def split_attention(x: Any, w: Any) -> Any:
+    """ResNeSt: weights of two halves of the channels."""
+    weights = w.softmax(1).flatten(1)[..., None, None].split(8, dim=1)
+    return sum(each * half for each, half in zip(weights, x.split(8, dim=1), strict=True))
+
+
+@form((2, 8, 6, 6), (2, 2, 8), fused=0, reasons=())
+def whole_weights_in_a_sum(x: Any, w: Any) -> Any:
+    """The weights are not taken apart: there is nothing like values."""
+    weights = w.softmax(1).mean(1)[..., None, None]
+    return x + weights
+
+
+@form((10, 8), (4, 8), (4, 10, 8), fused=0, reasons=("topk is between",))
+def router_in_a_loop(x: Any, w: Any, experts: Any) -> Any:
+    gates, chosen = F.linear(x, w).softmax(-1).topk(2, -1)
+    gates = gates / gates.sum(-1, keepdim=True)
+    return sum((gates * (chosen == k)).sum(-1, keepdim=True) * experts[k] for k in range(4))
+
+
+@form((10, 8), (4, 8), (4, 8, 8), fused=0, reasons=("max is between",))
+def router_of_one_expert(x: Any, w: Any, experts: Any) -> Any:
+    """Switch transformers, of all experts."""
+    gate, chosen = F.linear(x, w).softmax(-1).max(-1)
+    mask = F.one_hot(chosen, 4).to(x.dtype) * gate[:, None]
+    return torch.einsum("te,teo->to", mask, torch.einsum("ti,eio->teo", x, experts))
+
+
+def edges() -> torch.Tensor:
+    return torch.randint(0, 10, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+@form((10, 4, 8), (10, 4, 8), (10, 4, 8), edges, fused=0, reasons=("index_add sums the exponentials",))
+def attention_of_a_graph(q: Any, k: Any, v: Any, edges: Any) -> Any:
+    """The softmax is over the edges that end at a node."""
+    source, target = edges
+    scores, index = (q[target] * k[source]).sum(-1) / 8**0.5, target[:, None].expand(-1, 4)
+    largest = torch.zeros_like(q[..., 0]).scatter_reduce(0, index, scores.detach(), "amax")
+    weights = torch.exp(scores - largest[target])
+    total = torch.zeros_like(q[..., 0]).index_add(0, target, weights) + 1e-16
+    weights = (weights / total[target])[..., None]
+    return torch.zeros_like(v).index_add(0, target, v[source] * weights)
+
+
+@form((40,), edges, fused=0, reasons=())
+def sums_of_exponentials(x: Any, edges: Any) -> Any:
+    """Nothing is divided by them."""
+    return x.new_zeros(10).index_add(0, edges[0], x.exp()).log()
 
 
 @form((5, 8), (8, 12), (8, 12), (144, 8), fused=0, reasons=("topk is between",))

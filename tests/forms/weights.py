@@ -30,6 +30,29 @@ def weights_averaged_over_heads(q: Any, k: Any, v: Any) -> Any:
     return scored(q, k).softmax(-1).mean(1) @ v[:, 0]
 
 
+@form((2, 16), (2, 9, 16), (8, 16), fused=0, reasons=("weights are returned",))
+def state_of_a_decoder_and_its_weights(state: Any, memory: Any, w: Any) -> Any:
+    """The view in front of the product is no other reader."""
+    weights = (torch.tanh(memory @ w.mT) @ (w @ state[0])).softmax(1)
+    return torch.bmm(weights.unsqueeze(1), memory).squeeze(1), weights
+
+
+@form((2, 9, 16), (3, 16), (3, 2, 9, 16), fused=0, reasons=("single weights are taken",))
+def experts_in_a_loop(x: Any, w: Any, experts: Any) -> Any:
+    gates = (x @ w.mT).softmax(-1)
+    return sum(gates[..., k, None] * expert for k, expert in enumerate(experts))
+
+
+@form(*QKV, (4, 4), (4,), fused=0, reasons=("linear is between",))
+def heads_mixed_by_linears(q: Any, k: Any, v: Any, w: Any, b: Any) -> Any:
+    """Talking heads, before and after the softmax."""
+
+    def mixed(x: Any) -> Any:
+        return torch.nn.functional.linear(x.permute(0, 2, 3, 1), w, b).permute(0, 3, 1, 2)
+
+    return mixed(mixed(scored(q, k)).softmax(-1)) @ v
+
+
 @form((2, 9, 8), (2, 9, 8), (2, 4, 9, 8), fused=0, reasons=("broadcast",))
 def one_map_for_all_heads(q: Any, k: Any, v: Any) -> Any:
     return (q @ k.mT).softmax(-1)[:, None] @ v

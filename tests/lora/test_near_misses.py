@@ -203,3 +203,12 @@ def test_ranks_that_are_cropped() -> None:
         return F.linear(x, w) + 0.5 * (F.pad(x @ a.t(), (0, -3)) @ F.pad(b.t(), (0, 0, 0, -3)))
 
     check(fn, operands(8))
+
+
+def test_a_number_of_each_row() -> None:
+    """BiDAF: a linear of one column is added to all columns of another, and is no adapter (MoRA)."""
+    x, w, _, _ = operands(8)
+    seen = check(
+        lambda x, w, v: F.linear(x, v).expand(-1, w.shape[0]) + F.linear(x, w), (x, w, rand(1, x.shape[1]))
+    )
+    assert not seen.reasons("lora")

@@ -15,7 +15,7 @@ from . import sites
 from .multihead import FAST_PATHS, MultiheadForward, fast_path
 from .recognise import is_in_attention, is_written_out
 from .scope import scope_of
-from .unnormalised import without_softmax
+from .unnormalised import over_edges, without_softmax
 from .written_out import EXPONENTIALS, SOFTMAXES, weights_of
 
 FUSION = Fusion(
@@ -29,6 +29,9 @@ FUSION.anchor(lambda: spellings(*SOFTMAXES), is_in_attention)(
 )
 FUSION.anchor(lambda: [*spellings(*EXPONENTIALS), "exp_", torch.exp_], is_written_out)(
     lambda scope, match: sites.hand_written(scope, weights_of(match.output_node()))
+)
+FUSION.anchor(lambda: [*spellings(*EXPONENTIALS), "exp_", torch.exp_])(
+    lambda scope, match: over_edges(match.output_node())
 )
 FUSION.anchor(lambda: spellings(*PRODUCTS - {"linear"}))(
     lambda scope, match: without_softmax(match.output_node())

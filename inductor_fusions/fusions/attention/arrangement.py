@@ -25,6 +25,7 @@ from .operands import Operand, alignment, product
 OWN_VALUES = Reason.NO_PRODUCT(
     "each row of weights has values of its own (experts, neighbours), but no keys of its own"
 )
+OWN_KEYS = Reason.NO_PRODUCT("each row of weights has keys of its own, but no values of its own")
 NOT_OVER_KEYS = Reason.NO_PRODUCT("the softmax is not over the keys")
 OVER_ANOTHER_DIM = Reason.NO_PRODUCT("the product after the softmax sums over another dim than the softmax")
 

@@ -42,8 +42,6 @@ def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[An
         found = found.turned()
     if all(found.first[d] in found.result for d in (*at.rows, *at.columns)):
         raise Reason.IN_BETWEEN.rejected(f"{found.text} is between the softmax and the product with v")
-    if op["bias"] is not None:
-        raise Reason.IN_BETWEEN.rejected("a bias is added to the product with v by linear")
     lead, rows, columns = ("".join(found.first[d] for d in dims) for dims in (at.lead, at.rows, at.columns))
     free = "".join(c for c in found.second if c not in found.first)
     natural = lead + rows + free
@@ -59,6 +57,8 @@ def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[An
         or set(found.result) != set(natural)
     ):
         raise Misplaced(Reason.NO_PRODUCT(f"{found.text} is not a product of weights and values"))
+    if op["bias"] is not None:
+        raise Reason.IN_BETWEEN.rejected("a bias is added to the product with v by linear")
     whole, held = tensor(weights), tensor(found.right)
     assert whole is not None and held is not None
     shape = [whole.shape[found.first.index(c)] for c in lead + rows]

@@ -19,11 +19,12 @@ from ...graph.torch_ops import PRODUCTS, Op, dropout_p, read, reads_metadata, te
 from ...operands import same_shape
 from ...reasons import Reason
 from . import einsum
-from .arrangement import OVER_ANOTHER_DIM, OWN_VALUES, Arrangement, Misplaced, is_view, permuted
+from .arrangement import OVER_ANOTHER_DIM, OWN_KEYS, OWN_VALUES, Arrangement, Misplaced, is_view, permuted
 from .assigned import condition as assigned_to
 from .masks import Interpreter
 from .normal_form import Attention, Result, Term
 from .operands import Operand, product
+from .read_elsewhere import read_by_other, several
 from .structure import narrowed
 from .written_out import SOFTMAXES, sums_at
 
@@ -71,13 +72,7 @@ def downwards(
             continue
         ops = [read(user) for user in users]
         if not users or (len(users) > 1 and any(op is None or op.name not in PRODUCTS for op in ops)):
-            other = next((u for u in users if (op := read(u)) is None or op.name not in PRODUCTS), users[-1])
-            raise Reason.WEIGHTS.rejected(
-                f"the attention weights are {_read_by(other)}",
-                "do not request the weights: output_attentions=False, need_weights=False"
-                if any(map(_is_returned, users))
-                else "",
-            )
+            raise several(users)
         user, op = users[0], ops[0]
         if op is None:
             raise Reason.WEIGHTS.rejected("the attention weights are returned")
@@ -125,11 +120,7 @@ def downwards(
             if _alike(site.results[0], result):
                 site.results.append(result)
                 continue
-        raise Reason.WEIGHTS.rejected(f"the attention weights are {_read_by(other)}")
-
-
-def _read_by(user: fx.Node) -> str:
-    return "returned" if user.op == "output" else f"also used by {user.name}"
+        raise Reason.WEIGHTS.rejected(f"the attention weights are {read_by_other(other)}")
 
 
 def _result(op: Op, node: fx.Node, at: Arrangement) -> Result:
@@ -287,16 +278,6 @@ def _between(op: Op, weights: fx.Node) -> Rejected:
     return Reason.IN_BETWEEN.rejected(f"{op.name} is between the softmax and the product with v")
 
 
-def _is_returned(node: fx.Node, steps: int = 8) -> bool:
-    """Whether what a node makes of the weights leaves the graph, without a product on the way."""
-    if node.op == "output":
-        return True
-    op = read(node)
-    if op is None or op.name in PRODUCTS or steps == 0:
-        return False
-    return any(_is_returned(user, steps - 1) for user in readers(node))
-
-
 def _matrices(op: Op, node: fx.Node, at: Arrangement) -> Result:
     """A product of matrices, of which either may be the weights."""
     weights, result = tensor(node), tensor(op.node)
@@ -313,7 +294,7 @@ def _matrices(op: Op, node: fx.Node, at: Arrangement) -> Result:
     if single is not None and single.rows[0] != last[0] and single.columns[0] == last[1]:
         raise Misplaced(OWN_VALUES)
     if single is None or (single.rows[0], single.columns[0]) != last:
-        raise Misplaced(OVER_ANOTHER_DIM)
+        raise Misplaced(OVER_ANOTHER_DIM if at.rows or at.columns != last[1:] else OWN_KEYS)
     v, lead = permuted(operand, (*single.lead, *last)), single.sizes(weights.shape)
     lengths = weights.shape[single.rows[0]], operand.shape[-1 if is_left else -2]
     dims = (*(single.lead.index(d) for d in range(rank - 2)), *last)

@@ -39,9 +39,11 @@ if TYPE_CHECKING:
 _BETWEEN = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
     "dropout", "mul", "div", "add", "expand", "where", "masked_fill", "getitem", "slice", "narrow",
     "nan_to_num", "mean", "split", "split_with_sizes", "getattr", "sub", "neg", "unbind", "chunk",
-    "conv1d", "conv2d", "conv3d", "cat", "stack", "pad", "scatter",
+    "conv1d", "conv2d", "conv3d", "cat", "stack", "pad", "scatter", "topk", "max", "select",
 }  # fmt: skip
 
+#: What takes single weights, of which each multiplies a value of its own in a loop.
+_PARTS = frozenset("getitem select unbind split split_with_sizes chunk topk max".split())
 _LOGARITHMS = frozenset("log log2 log1p log_softmax log_sigmoid".split())
 
 #: What may stand between scores that two softmaxes read and either of them.
@@ -77,7 +79,7 @@ def reaches_product(
     made = read(start)
     if made is not None and made.name not in SOFTMAXES and _is_of_products(made.input):
         return True
-    frontier, seen = [start], {start}
+    frontier, seen, parts = [start], {start}, set[fx.Node]()
     while frontier and len(seen) < limit:
         node = frontier.pop()
         for user in readers(node):
@@ -91,10 +93,13 @@ def reaches_product(
                 return True
             if op.name == "sum" and (_is_wider(node, start) or _is_weighted(op, start)):
                 return True
-            if op.name in _BETWEEN or _keeps_shape(node, user):
+            if op.name in _PARTS or node in parts:
+                parts.add(user)
+            if op.name in _BETWEEN or _keeps_shape(node, user) or (op.name == "sum" and node in parts):
                 seen.add(user)
                 frontier.append(user)
-    return False
+    sums = [op for node in parts if (op := read(node)) is not None and op.name == "add"]
+    return any({op.input, op["other"]} <= parts and _is_wider(op.node, start) for op in sums)
 
 
 def _is_of_products(node: object) -> bool:

@@ -1,10 +1,14 @@
-"""Reports attention whose weights are no softmax: a sigmoid of the scores, a square of relu, decays."""
+"""Reports attention whose weights are no softmax of a matrix of scores.
+
+They are a sigmoid of the scores, a square of relu, decays; or a softmax over the edges at a node of a graph.
+"""
 
 from __future__ import annotations
 
 from torch import fx
 
 from ..._inductor import known_true
+from ...effects.liveness import readers
 from ...fusion import Candidate, Rejected, Reported
 from ...graph.dims import is_transposed
 from ...graph.einsum import equation
@@ -30,6 +34,11 @@ _PASSED = (
     | frozenset("div add sub neg dropout getattr".split())
 )
 _READ = _PASSED | PRODUCTS | ADDING | frozenset(SOFTMAXES)
+#: What sums elements of the same index.
+_SCATTERS = frozenset("scatter_add scatter_reduce index_add index_reduce index_put".split())
+#: What may be between exponentials and such a sum, and between it and a division.
+_TO_SUMS = VIEWS | CASTS | COPIES | frozenset("expand expand_as mul add clamp clamp_min getitem".split())
+_OF_SUMS = _TO_SUMS | frozenset("index_select gather reciprocal".split())
 #: How far the product of pairs is looked for, in nodes.
 _REACH = 32
 
@@ -41,20 +50,54 @@ def without_softmax(node: fx.Node) -> Candidate | None:
         return None
     try:
         sides = [op.input, op["other"]]
+        turned = [is_transposed(side) for side in sides]
         if op.name == "einsum":
             found = equation(op)
             sides = [found.left, found.right]
+            turned = [letters[-1] not in found.result for letters in (found.first, found.second)]
     except Rejected:
         return None
-    for weights, values in (sides, sides[::-1]):
+    for weights, values_turned in zip(sides, reversed(turned), strict=True):
         name = _function(weights) if isinstance(weights, fx.Node) else ""
-        if name and not is_transposed(values):
+        if name and not values_turned:
             why = Reason.IN_BETWEEN.rejected(
                 f"{name}, and no softmax, is between the product of q and k and the product with v",
                 "nothing: fused kernels compute the softmax of the scores",
             )
             return Reported(node, why, {"weights": text(tensor(weights))})
     return None
+
+
+def over_edges(exp: fx.Node) -> Candidate | None:
+    """Exponentials that are divided by sums of those with the same index."""
+    if weights_of(exp) is not None:
+        return None
+    for total in _behind(exp, _TO_SUMS, _SCATTERS):
+        if _behind(total, _OF_SUMS, frozenset({"div", "reciprocal"})):
+            summing = read(total)
+            assert summing is not None
+            why = Reason.NO_PRODUCT.rejected(
+                f"{summing.name} sums the exponentials of a softmax, over the edges of a graph, say: their "
+                "scores are no matrix product"
+            )
+            return Reported(exp, why, {"scores": text(tensor(exp))})
+    return None
+
+
+def _behind(node: fx.Node, passed: frozenset[str], ends: frozenset[str]) -> list[fx.Node]:
+    """The nearest operations of some names behind others."""
+    waiting, seen, found = [node], {node}, list[fx.Node]()
+    while waiting and len(seen) < _REACH:
+        for user in readers(waiting.pop(0)):
+            op = read(user)
+            if op is None or user in seen:
+                continue
+            seen.add(user)
+            if op.name in ends:
+                found.append(user)
+            elif op.name in passed:
+                waiting.append(user)
+    return found
 
 
 def _function(weights: fx.Node) -> str:

@@ -164,7 +164,7 @@ FUSION = Fusion(
 
 _ANCHORS = (
     "getitem", "masked_select", "index_select", "gather", "take_along_dim", "cat", "stack", "sum", "einsum",
-    "tril", "triu",
+    "bmm", "matmul", "tril", "triu",
 )  # fmt: skip
 
 

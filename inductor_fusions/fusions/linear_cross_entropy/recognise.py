@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.dims import SELECTS, is_over_last, permutation, selection
-from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, read, spellings
+from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, linear_of, read, spellings
 from ...operands import holds, tensor
 from ...reasons import Reason
 from . import log_probabilities
@@ -35,10 +34,15 @@ _SOFTMAXES = ("log_softmax", "logsumexp")
 _OTHERS = {
     "softmax": "the loss reads probabilities of a softmax, and not its logarithm, a log_softmax",
     "binary_cross_entropy_with_logits": "the loss is binary, of each class, and not of a softmax",
+    "log_sigmoid": "the loss is binary, of each pair, and not of a softmax",
+    "exp": "the loss is written as exponentials and their sum",
 }
+#: What may be between logits and a sigmoid or an exponential, each with a second operand.
+_BINARY = frozenset("mul div add sub neg".split()) | CASTS | VIEWS
 #: What makes probabilities of probabilities, such as those of copied words.
 _MIXES = (
-    frozenset("mul add sub rsub clamp clamp_min getitem scatter_add scatter_add_ index_add pad cat".split())
+    frozenset("mul div add sub sum clamp clamp_min getitem scatter_add scatter_add_ index_add pad".split())
+    | {"cat"}
     | CASTS
     | SELECTS
 )
@@ -101,12 +105,12 @@ def written_out(node: fx.Node) -> Unread | None:
     op = read(node)
     if op is None:
         return None
-    logits = op.input
-    if op.name == "binary_cross_entropy_with_logits":
-        logits = op.rest[0] if op.rest else None
-    elif op.name not in (*_SOFTMAXES, "softmax") or not is_over_last(op):
+    logits = _linear_before(op.input) if op.name in ("log_sigmoid", "exp") else op.input
+    if op.name in (*_SOFTMAXES, "softmax") and not is_over_last(op):
         return None
-    if op.name == "softmax" and not _reaches_log(node):
+    if logits is None or (op.name in ("softmax", "exp") and not _reaches_log(node)):
+        return None
+    if op.name == "exp" and not any(map(_sums_classes, readers(node))):
         return None
     try:
         found = walk(logits, [], [])
@@ -130,6 +134,22 @@ def written_out(node: fx.Node) -> Unread | None:
             "row are fused"
         ),
     )
+
+
+def _linear_before(node: Any, steps: int = 8) -> fx.Node | None:
+    """The first linear in front of pointwise operations, whose other operands are no logits of a head."""
+    op = read(node)
+    if linear_of(node) is not None:
+        return node  # type: ignore[no-any-return]
+    if op is None or op.name not in _BINARY or not steps:
+        return None
+    found = (_linear_before(each, steps - 1) for each in node.all_input_nodes)
+    return next((each for each in found if each is not None), None)
+
+
+def _sums_classes(node: fx.Node) -> bool:
+    op = read(node)
+    return op is not None and op.name == "sum" and is_over_last(op)
 
 
 def _reaches_log(weights: fx.Node, steps: int = 6) -> bool:
@@ -186,9 +206,8 @@ def spelled() -> list[Any]:
 
 
 def spelled_out() -> list[Any]:
-    """The targets of hand-written losses."""
-    binary = F.binary_cross_entropy_with_logits, torch.binary_cross_entropy_with_logits
-    return [*spellings(*_SOFTMAXES, "softmax"), *binary]
+    """The targets of hand-written and of other losses."""
+    return spellings(*_SOFTMAXES, *_OTHERS)
 
 
 def _loss(op: Op) -> Site:

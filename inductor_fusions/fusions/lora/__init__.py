@@ -11,6 +11,8 @@ is done before autograd.
 
 from __future__ import annotations
 
+import torch.nn.functional as F
+
 from ..._inductor import register_lowering_when_loaded
 from ...fusion import Fusion
 from ...graph.torch_ops import spellings
@@ -30,6 +32,7 @@ FUSION.group(lambda: ANCHORS)(candidates)
 INPUTS = inputs.FUSION
 INPUTS.anchor(lambda: spellings("linear", "matmul"))(merged.merged_weight)
 INPUTS.anchor(lambda: spellings("linear", "matmul"))(factors.vectors)
+INPUTS.anchor(lambda: [F.conv1d, F.conv2d, F.conv3d])(merged.merged_convolution)
 
 lower_by(op.NARROW_MM, "narrow_mm", lowering.kernel, op.narrow_mm)
 lower_by(op.LORA_LINEAR, "lora_linear", lambda *given: decode.Lowering(*given).kernels(), op.lora_linear)

@@ -284,3 +284,18 @@ def merged_weight(scope: Inputs, match: Match) -> Candidate | None:
         "rank, or that plus a frozen weight"
     )
     return Reported(node, Rejected(why, "in inference, compute the weight once"), {"input": text(x)})
+
+
+def merged_convolution(scope: Inputs, match: Match) -> Candidate | None:
+    """A convolution with a weight that is computed from an adapter."""
+    node = match.output_node()
+    weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+    how = _made(weight, False) if isinstance(weight, fx.Node) else ""
+    if not how:
+        return None
+    why = Reason.NO_MATRIX(
+        f"the weight of a convolution is computed in each step {how}, and only linears are fused"
+    )
+    return Reported(
+        node, Rejected(why, "in inference, compute the weight once"), {"weight": text(tensor(weight))}
+    )

@@ -109,7 +109,8 @@ def _of_up(up: fx.Node) -> str:
         return CIRCULANT if _is_added(up, (*_TURNED, *RESHAPES, *CASTS)) else ""
     if up.target in (aten.repeat.default, aten.expand.default):
         found = product(_turned(up.args[0]))
-        narrow = found is not None and is_low_rank(value(found.node).shape[1])
+        width = 0 if found is None else value(found.node).shape[1]
+        narrow = found is not None and is_low_rank(width) and known_true(found.inner == width)
         wider = found is not None and not known_true(value(up).numel() == value(found.node).numel())
         return REPEATED if narrow and wider and _is_added(up, _TURNED) else ""
     weight: Any = up.args[1]

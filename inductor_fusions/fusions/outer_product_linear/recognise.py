@@ -105,13 +105,10 @@ def _is_bilinear(op: Op) -> bool:
     inner = read(op.input)
     if inner is None or inner.name != "matmul" or not is_transposed(op["other"]):
         return False
-    w = tensor(inner["other"])
-    if (
-        w is None
-        or w.dim() != 2
-        or is_transposed(inner["other"])
-        or not known_true(2 * w.shape[1] > w.shape[0])
-    ):
+    w, u, v = tensor(inner["other"]), tensor(inner.input), tensor(op["other"])
+    if w is None or u is None or v is None or u.dim() != v.dim():  # v is a weight of all samples
+        return False
+    if w.dim() != 2 or is_transposed(inner["other"]) or not known_true(2 * w.shape[1] > w.shape[0]):
         return False
     waiting = [op.node]
     for each in waiting:

@@ -1,0 +1,56 @@
+"""Why weights that several operations read are not those of one attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from ...effects.liveness import readers
+from ...fusion import Rejected
+from ...graph.dims import selection
+from ...graph.torch_ops import CASTS, PRODUCTS, VIEWS, read
+from ...reasons import Reason
+
+_ONE_BY_ONE = Reason.NO_PRODUCT(
+    "single weights are taken, each of which multiplies a value of its own (experts, layers)"
+)
+
+
+def several(users: Sequence[fx.Node]) -> Rejected:
+    """The reason for weights that these nodes read, not products alone."""
+    if not users:
+        return Reason.NO_PRODUCT.rejected("no product reads the weights")
+    if len(users) > 1 and all(selection(each, adds=True) is not None and _multiplies(each) for each in users):
+        return Rejected(_ONE_BY_ONE)
+    others = [user for user in users if (op := read(user)) is None or op.name not in PRODUCTS]
+    other = next((user for user in others if user.op == "output"), others[0])
+    returns = any(map(_is_returned, users))
+    hint = "do not request the weights: output_attentions=False, need_weights=False" if returns else ""
+    return Reason.WEIGHTS.rejected(f"the attention weights are {read_by_other(other)}", hint)
+
+
+def read_by_other(user: fx.Node) -> str:
+    """What reads weights beside the attention, as the end of a sentence."""
+    return "returned" if user.op == "output" else f"also used by {user.name}"
+
+
+def _multiplies(part: fx.Node) -> bool:
+    """Whether some of the weights multiply others, element by element, and nothing else."""
+    for user in readers(part):
+        op = read(user)
+        if op is None or op.name != "mul":
+            passed = op is not None and (op.name in VIEWS | CASTS or selection(user, adds=True) is not None)
+            if not passed or not _multiplies(user):
+                return False
+    return True
+
+
+def _is_returned(node: fx.Node, steps: int = 8) -> bool:
+    """Whether what a node makes of the weights leaves the graph, without a product on the way."""
+    if node.op == "output":
+        return True
+    op = read(node)
+    if op is None or op.name in PRODUCTS or steps == 0:
+        return False
+    return any(_is_returned(user, steps - 1) for user in readers(node))

@@ -270,12 +270,20 @@ def test_transforms_of_functions() -> None:
         return torch.func.grad(lambda a: F.linear(F.linear(x.float(), a), b).square().sum())(a)
 
     def batched(x: Any, a: Any, b: Any) -> Any:
-        return torch.vmap(lambda x: F.linear(F.linear(x.float(), a), b))(x.view(2, 12, 64))
+        return torch.vmap(lambda x: F.linear(F.linear(x.float(), a), b))(x.view(2, 40, 64))
 
-    args = (rand(24, 64), torch.randn(16, 64).requires_grad_(), torch.randn(48, 16))
+    args = (rand(80, 64), torch.randn(16, 64).requires_grad_(), torch.randn(48, 16))
     for fn, reason in ((gradient, "torch.func.grad"), (batched, "torch.vmap")):
         seen = testing.check(fn, args, fused=0, reason=reason, slack=4.0, train=fn is batched)
         assert seen.sites
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize(("rows", "train", "reported"), [(64, False, 0), (65, False, 1), (64, True, 1)])
+def test_few_rows_without_gradients(rows: int, train: bool, reported: int) -> None:
+    """Decoding: the pair of kernels of the whole linear casts its input, and this has no site of its own."""
+    seen = testing.capture(Adapted(), rand(rows, 64), train=train)
+    assert sum(site.fusion == "lora_input" for site in seen.sites) == reported
 
 
 def test_on_the_cpu_it_is_left_to_stock() -> None:

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import fx
 
-from ..._inductor import draws_as_eager, drops_narrow_casts
+from ..._inductor import draws_as_eager, drops_narrow_casts, known_true
+from ...decisions.problems import FEW_ROWS
 from ...effects import liveness
 from ...effects.inplace import overwritten
 from ...effects.liveness import readers
@@ -296,4 +297,11 @@ FUSION = Fusion(
 def down_projection(scope: Inputs, match: Match) -> Candidate | None:
     """A down-projection of a widened or dropped input that is trained."""
     site = _read(match.output_node())
-    return AdapterInput(scope, site) if site is not None else None
+    return AdapterInput(scope, site) if site is not None and not _is_of_a_pair(site) else None
+
+
+def _is_of_a_pair(site: Site) -> bool:
+    """Whether no graph keeps anything, and a linear of so few rows is one pair of kernels, which cast x."""
+    x = tensor(site.x)
+    assert x is not None
+    return not torch.is_grad_enabled() and known_true(x.shape.numel() <= FEW_ROWS * x.shape[-1])

@@ -1,0 +1,43 @@
+"""Estimates between rows: the nearest ones, their weights, and how full a device is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from inductor_fusions.decisions import bracket, estimating, filling
+
+
+def test_bracket() -> None:
+    """The rows next to a number of tokens, not further apart than 8 times."""
+
+    def around(known: tuple[int, ...], tokens: int) -> list[int]:
+        return bracket(known, tokens, lambda row: row)
+
+    assert around((1, 16, 4096), 4) == around((1, 16, 4096), 8192) == []
+    assert around((16, 4096), 16) == [16, 16]
+    assert around((1024, 1, 16, 4096), 2048) == [1024, 4096]
+
+
+def test_estimate() -> None:
+    """Nearer rows count more; what is far, or differs, is in doubt; what is too far says nothing."""
+    assert estimating.estimate([], 6.0, 0.02) is None
+    assert estimating.estimate([(6.1, 1.0, 0)], 6.0, 0.02) is None
+    near, both, apart = (
+        estimating.estimate(rows, 6.0, 0.02)
+        for rows in ([(0.1, 0.3, 0)], [(0.1, 0.3, 0), (1.0, 0.1, 1)], [(2.0, 0.3, 0)])
+    )
+    assert near is not None and both is not None and apart is not None
+    assert near.mean == apart.mean == pytest.approx(0.3) and 0.2 < both.mean < 0.3
+    assert near.doubt < apart.doubt and near.doubt < both.doubt and both.rows == (0, 1)
+    further = estimating.estimate([(0.1, 0.3, 0)], 6.0, 0.02, further=0.5)
+    assert further is not None and further.lower < 0 < near.lower
+
+
+def test_waves_and_blocks() -> None:
+    """Both are 0 where the device is full, and by how much it is not counts half."""
+    assert filling.waves(8192, [8192], 132) == pytest.approx(0.0, abs=0.02)
+    assert filling.waves(2048, [2304], 132) < -0.2 < filling.waves(2048, [2048], 132) == 0.0
+    assert filling.blocks(132, 128, 128, False, 132) == filling.blocks(33, 512, 64, False, 132) == 0.0
+    assert filling.blocks(33, 512, 64, True, 132) == pytest.approx(math.log(0.25) / 2)

@@ -5,7 +5,6 @@ Models have the real configurations of `configs/models/` and random weights.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from dataclasses import dataclass, replace
@@ -184,11 +183,11 @@ LOADS = (
     "b1 s1", "b2 s1024 train", "b1 s128", "b16 s1", "b1 s8192", "b8 s127 train", "b3 s333", "b1 s2048 train",
     "b4 s4", "b2 s2048", "b1 s64", "b1 s4096 train",
 )  # fmt: skip
-#: Each model under every fourth load, once with each attention.
+#: Each model under three of the loads, with attentions in turn.
 WIDTHS = [
     named(f"widths {model} {attn} {load}", model=f"{model}-2l")
     for i, model in enumerate(MODELS_OF_WIDTHS)
-    for attn, load in zip(itertools.cycle(("sdpa", "eager")), (LOADS * 2)[i % 4 : i % 4 + 12 : 4])
+    for attn, load in zip(("sdpa", "eager", "sdpa"), LOADS[i % 4 :: 4], strict=True)
 ]
 
 

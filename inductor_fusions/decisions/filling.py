@@ -6,6 +6,7 @@ little may differ by a wave, and a kernel that has few thread blocks leaves mult
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -18,7 +19,8 @@ BLOCK = 128
 SHOWN = 0.5
 
 
-def waves(rows: int, widths: Sequence[int], processors: int) -> float:
+@functools.lru_cache(maxsize=4096)  # an estimate asks for each row of a table
+def waves(rows: int, widths: tuple[int, ...], processors: int) -> float:
     """What a grouped GEMM gains over single ones by how its tiles fill the device.
 
     2,048 x 2,304 results are 144 tiles of 128 x 256, which is one more wave than 132 multiprocessors take at
@@ -41,7 +43,7 @@ def waves(rows: int, widths: Sequence[int], processors: int) -> float:
             found.append(-(-count // processors) * m * columns * math.sqrt(reads))
         return min(found)
 
-    single = sum(time([n], LIBRARY_TILES) for n in widths)
+    single = sum(time((n,), LIBRARY_TILES) for n in widths)
     return SHOWN * math.log(single / time(widths, OWN_TILES))
 
 

@@ -202,7 +202,8 @@ def _rows(row: Row) -> tuple[float, float]:
 def _block_fills(row: Row, kernel: str, processors: int) -> float:
     # Rows of gradients of weights are compared by their widths.
     many = row["tokens"] > FEW_ROWS and row.get("kind") != "shared_b"
-    return waves(row["tokens"], row["outer" if "outer" in row else "n"], processors) if many else 0.0
+    widths = tuple(row["outer" if "outer" in row else "n"])
+    return waves(row["tokens"], widths, processors) if many else 0.0
 
 
 def _lora_same(row: Row) -> tuple[Hashable, ...]:

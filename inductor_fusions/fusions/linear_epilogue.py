@@ -136,7 +136,8 @@ def _expert(node: fx.Node) -> fx.Node | None:
                 ends.add(inner)
         found = ends.pop() if len(ends) == 1 else None
         if found is not None and found.target in _BATCHES and any(each.target in _NONLINEAR for each in seen):
-            return None if _is_turned(found) > _is_turned(node) else found
+            scores = _is_turned(found) and not _is_turned(node)
+            return None if scores else found
     return None
 
 

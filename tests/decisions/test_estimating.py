@@ -37,7 +37,7 @@ def test_estimate() -> None:
 
 def test_waves_and_blocks() -> None:
     """Both are 0 where the device is full, and by how much it is not counts half."""
-    assert filling.waves(8192, [8192], 132) == pytest.approx(0.0, abs=0.02)
-    assert filling.waves(2048, [2304], 132) < -0.2 < filling.waves(2048, [2048], 132) == 0.0
+    assert filling.waves(8192, (8192,), 132) == pytest.approx(0.0, abs=0.02)
+    assert filling.waves(2048, (2304,), 132) < -0.2 < filling.waves(2048, (2048,), 132) == 0.0
     assert filling.blocks(132, 128, 128, False, 132) == filling.blocks(33, 512, 64, False, 132) == 0.0
     assert filling.blocks(33, 512, 64, True, 132) == pytest.approx(math.log(0.25) / 2)

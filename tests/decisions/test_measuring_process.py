@@ -19,11 +19,10 @@ from inductor_fusions.decisions.problems import SECTIONS
 from tests.decisions.test_measuring import ATTENTION, CPU
 
 
-def _forked(answers: Any) -> None:
+def _forked(answers: Any, worker: measuring.Worker) -> None:
     measurer = measuring.measurer
     answers.put((len(measurer.workers), measurer.spent))
-    for worker in _forked.workers:  # type: ignore[attr-defined]
-        worker.end()
+    worker.end()
 
 
 def test_a_child_does_not_end_the_process_of_its_parent(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,10 +30,9 @@ def test_a_child_does_not_end_the_process_of_its_parent(home: Path, monkeypatch:
     worker.process = subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     monkeypatch.setitem(measurer.workers, CPU, worker)
     monkeypatch.setattr(measurer, "spent", 5.0)
-    _forked.workers = [worker]  # type: ignore[attr-defined]
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
-    child = context.Process(target=_forked, args=(answers,))
+    child = context.Process(target=_forked, args=(answers, worker))
     child.start()
     assert answers.get(timeout=60) == (0, 0.0)
     child.join(60)

@@ -81,9 +81,10 @@ def choose(given: Problem, call: Call | None = None) -> KernelChoice:
         raise Reason.IN_BETWEEN.left_to_stock(f"the scores pass through {function}, and {unable}")
     is_sparse = _is_sparse(problem)
     flexible = not unable and (problem.structure is not None or not problem.mask_nodes)
-    small = None if call is not None or short.refused(problem) else problem
     if call is not None:
         small = call.short
+    else:
+        small = None if short.refused(problem) else problem
     takes = {
         "flex": flexible and (call is None or is_sparse),
         "row_bias": not row_bias.refused(problem) and row_bias.takes(problem, grouped=False),

@@ -16,7 +16,7 @@ from ...operands import tensor
 from .recognise import FLATTENS, gathered, is_row, squared
 
 BY_MATRICES = "features are multiplied through matrices"
-_RETURNED = "the graph returns all products, as it does where they are selected by a mask"
+_RETURNED = "the graph returns all products, as where a boolean mask, which ends it, selects"
 #: What may be between features and their product with a matrix.
 _TO_MATRICES = frozenset("matmul bmm einsum linear sum squeeze unsqueeze transpose permute".split())
 
@@ -29,11 +29,7 @@ def how(node: fx.Node) -> str:
     source, index = op.input, op["index"]
     if op.name in PRODUCTS:
         returned = _squared_at(node) and any(user.op == "output" for user in node.users)
-        return (
-            "the graph returns all products, as where a boolean mask, which ends it, selects"
-            if returned
-            else ""
-        )
+        return _RETURNED if returned else ""
     if op.name == "sum":
         t = _through_matrices(op.input)
         if t is not None and not any(map(_begins_products, readers(t))):

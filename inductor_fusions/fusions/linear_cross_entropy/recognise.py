@@ -139,8 +139,8 @@ def written_out(node: fx.Node) -> Unread | None:
 def _linear_before(node: Any, steps: int = 8) -> fx.Node | None:
     """The first linear in front of pointwise operations, whose other operands are no logits of a head."""
     op = read(node)
-    if linear_of(node) is not None:
-        return node  # type: ignore[no-any-return]
+    if isinstance(node, fx.Node) and linear_of(node) is not None:
+        return node
     if op is None or op.name not in _BINARY or not steps:
         return None
     found = (_linear_before(each, steps - 1) for each in node.all_input_nodes)

@@ -301,7 +301,9 @@ def down_projection(scope: Inputs, match: Match) -> Candidate | None:
 
 
 def _is_of_a_pair(site: Site) -> bool:
-    """Whether no graph keeps anything, and a linear of so few rows is one pair of kernels, which cast x."""
-    x = tensor(site.x)
-    assert x is not None
-    return not torch.is_grad_enabled() and known_true(x.shape.numel() <= FEW_ROWS * x.shape[-1])
+    """Whether nothing is kept for a backward, and so few rows get a pair of kernels that cast x."""
+    x, out = tensor(site.x), tensor(site.linear)
+    assert x is not None and out is not None
+    # Inside a transform of torch.func, a gradient is recorded where a value does not require one.
+    kept = torch.is_grad_enabled() or out.requires_grad
+    return not kept and known_true(x.shape.numel() <= FEW_ROWS * x.shape[-1])

@@ -54,6 +54,7 @@ class Row:
 SMALL, LARGE = (1, 4, 16, 32, 64), (128, 256, 512, 1024, 2048, 4096, 8192)
 #: Rows whose neighbours bracket all that lie between, for what is wanted at many sizes.
 FEW = (512, 2048, 8192)
+ODD = (200, 577, 1576, 4100)
 
 
 def grid() -> list[Row]:
@@ -101,7 +102,37 @@ def grid() -> list[Row]:
         (4096, 1024), (768, 768), (3072, 768), (768, 50304),
     ):  # fmt: skip
         rows += [Row("linear", m, (width,), (out,)) for m in SMALL]
-    return list(dict.fromkeys(rows))
+    return list(dict.fromkeys(rows + _odd_widths()))
+
+
+def _odd_widths() -> list[Row]:
+    """Widths and numbers of tokens that fill a device badly, where the choice of tiles counts most.
+
+    Of Qwen2.5 0.5B, 1.5B and 7B, Llama-3.2 3B, Gemma-3 1B, Qwen3 1.7B and 4B, Mistral-Nemo, gpt-oss, SigLIP
+    so400m, ViT-H, ViT-bigG, and DINO's ViT-S.
+    """
+    rows: list[Row] = []
+    for width, outs in (
+        (896, (896, 128, 128)), (1536, (1536, 256, 256)), (3584, (3584, 512, 512)),
+        (3072, (3072, 1024, 1024)), (1152, (1024, 256, 256)), (2560, (4096, 1024, 1024)),
+        (5120, (4096, 1024, 1024)), (2880, (4096, 512, 512)), (1152, (1152,) * 3), (1280, (1280,) * 3),
+        (1664, (1664,) * 3), (384, (384,) * 3),
+    ):  # fmt: skip
+        rows += [Row("shared_a", m, (width,), outs) for m in ODD]
+        rows += [Row("sum", m, outs, (width,)) for m in ODD[2:]]
+        rows += [Row("shared_b", m, (width,), outs) for m in ODD[2:]]
+    for width, hidden, activation in (
+        (896, 4864, "silu"), (1536, 8960, "silu"), (3072, 8192, "silu"), (1152, 6912, "gelu_tanh"),
+        (2048, 6144, "silu"), (5120, 14336, "silu"),
+    ):  # fmt: skip
+        rows += [Row("gated", m, (width,), (hidden,) * 2, activation=activation) for m in ODD]
+        rows += [Row("sum", m, (hidden,) * 2, (width,)) for m in ODD[2:]]
+    for width, hidden, activation in (
+        (1152, 4304, "gelu_tanh"), (1280, 5120, "gelu"), (1664, 8192, "gelu"), (384, 1536, "gelu"),
+        (3072, 12288, "gelu_tanh"), (512, 2048, "silu"),
+    ):  # fmt: skip
+        rows += [Row("linear", m, (width,), (hidden,), activation=activation) for m in ODD]
+    return rows
 
 
 @dataclass

@@ -13,9 +13,9 @@ activation. Its candidates:
 
 Each candidate runs as a CUDA graph that calls it on several sets of operands in turn, enough of them that
 nothing stays in the L2 cache. Times are those of one call: medians over blocks that take turns, with the
-interquartile range over the median as `spread`. A first look drops the slow configurations; what is left is
-measured with stock side by side. A configuration whose error against float64 exceeds 1.5 times that of
-stock plus eps is listed under `wrong` and gets no time.
+interquartile range over the median as `spread`. A first look (`first_us`) drops the slow configurations; what
+is left is measured with stock side by side. A configuration whose error against float64 exceeds 1.5 times
+that of stock plus eps is listed under `wrong` and gets no time.
 
 Compilation dominates, so worker processes (`--jobs`) compile rows side by side while one at a time has the
 device to itself.
@@ -146,6 +146,7 @@ def time_all(
             calls[name] = as_graph(run, sets, device)
     rounds, block = (3, 1e-3) if quick else (15, 4e-3)
     look = interleave({n: c for n, c in calls.items() if n in configs or n == "stock"}, device, 3, 1e-3)
+    result["first_us"] = {n: round(t.median * 1e6 / len(sets), 3) for n, t in look.items()}
     ranked = sorted((n for n in look if n in configs), key=lambda n: look[n].median)
     final = {n: c for n, c in calls.items() if n not in configs or n in ranked[:FINALISTS]}
     for name, timing in interleave(final, device, rounds, block).items():

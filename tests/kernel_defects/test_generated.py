@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytest.importorskip("triton")
 
@@ -213,18 +216,63 @@ def test_query_of_flex_attention_for_short_queries() -> None:
     assert strides == {(LENGTH * HEADS * DIM, DIM, DIM, HEADS * DIM, 1)}
 
 
-@pytest.mark.parametrize("queries, written", [(1, True), (2, False)])
+@pytest.mark.parametrize(
+    "version, queries, cured", [(None, 1, True), (92500, 1, True), (91900, 1, False), (92500, 2, False)]
+)
 @pytest.mark.parametrize("masked", [False, True])
-def test_one_query(queries: int, written: bool, masked: bool) -> None:
-    """Without a mask its gradients are products: cuDNN may give NaN."""
-    inputs = [leaf(B, H, length, D) for length in (queries, S, S)]
+@pytest.mark.parametrize("dims", [(D, D), (D, 2 * D)])
+def test_one_query(
+    version: int | None,
+    queries: int,
+    cured: bool,
+    masked: bool,
+    dims: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a mask flash attention or products compute its gradients: cuDNN may give NaN."""
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    inputs = [leaf(B, H, length, dim) for length, dim in ((queries, D), (S, D), (S, dims[1]))]
     bias = torch.zeros(B, H, queries, S, dtype=torch.bfloat16) if masked else None
     with reporting.isolated() as sites:
         code = cuda_codegen.generate(lambda *x: cudnn(*x, bias), inputs, train=True, run=False)
-    called = _calls(code.backward.wrapper, "_scaled_dot_product_cudnn_attention_backward")
-    assert bool(called) == (not written or masked)
     (site,) = [site for site in sites if site.fusion == "kernel_defects"]
-    assert ("cudnn_one_query" in site.kernel) == (not called)
+    expected = cured and not masked
+    assert ("cudnn_one_query" in site.kernel) == expected
+    instead = ["flash"] if dims[0] == dims[1] else []
+    assert kernels_of_gradients(code) == (instead if expected else ["cudnn"])
+
+
+def kernels_of_gradients(code: cuda_codegen.Generated) -> list[str]:
+    """The kernels of SDPA that the backward calls."""
+    names = ("cudnn", "flash")
+    wrapper = code.backward.wrapper
+    return [n for n in names if _calls(wrapper, f"_scaled_dot_product_{n}_attention_backward")]
+
+
+@pytest.mark.parametrize("keys, causal, dropout, cured", [
+    (192, False, 0.0, True), (128, False, 0.0, False), (100, False, 0.0, False), (192, True, 0.0, False),
+    (192, False, 0.1, False),
+])  # fmt: skip
+def test_keys_of_half_a_tile_without_a_mask(keys: int, causal: bool, dropout: float, cured: bool) -> None:
+    inputs = [leaf(B, H, length, D) for length in (S, keys, keys)]
+    fn = functools.partial(cudnn, bias=None, dropout=dropout, causal=causal)
+    with reporting.isolated() as sites:
+        code = cuda_codegen.generate(lambda *x: fn(*x), inputs, train=True, run=False)
+    found = [site.kernel for site in sites if site.fusion == "kernel_defects"]
+    assert any("cudnn_padded_keys" in kernel for kernel in found) == cured
+    assert kernels_of_gradients(code) == ["flash" if cured else "cudnn"]
+
+
+@pytest.mark.parametrize("reason", ["switched off", "another dim of values"])
+def test_keys_of_half_a_tile_where_flash_does_not_compute(reason: str) -> None:
+    """cuDNN gets a mask, which costs one row for all queries, heads and samples."""
+    dim, off = (D, True) if reason == "switched off" else (2 * D, False)
+    inputs = [leaf(B, H, S, D), leaf(B, H, 192, D), leaf(B, H, 192, dim)]
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]) if off else contextlib.nullcontext():
+        code = cuda_codegen.generate(lambda *x: cudnn(*x), inputs, train=True, run=False)
+    (call,) = [node for node in code.backward.graph.nodes if node.target is op.CUDNN_BACKWARD]
+    bias = named(call).bias.meta["val"]
+    assert bias.shape == (B, H, S, 256) and bias.untyped_storage().nbytes() == 256 * 2
 
 
 def test_gradients_of_one_query() -> None:

@@ -41,6 +41,7 @@ aten = torch.ops.aten
 
 _FORWARD = aten._scaled_dot_product_cudnn_attention.default
 _BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
+_FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
 #: Positions in the arguments of the forward, and in those of the backward.
 _WITH_LOGSUMEXP, _FORWARD_DROPOUT = 4, 5
 _GRADIENT, _QUERY, _KEY, _VALUE, _LOGSUMEXP = 0, 1, 2, 3, 5
@@ -49,10 +50,14 @@ _BIAS, _MAX_KEYS, _DROPOUT, _CAUSAL = 8, 12, 13, 14
 _CALLS = [*SDPA_FORWARDS, *SDPA_BACKWARDS]
 #: What their last dim is asked to be a multiple of.
 _ALIGNED = 8
+#: The largest head dim of flash attention.
+_MOST_DIM = 256
 #: Keys of a tile of the backward.
 TILE = 128
-#: Below this, exp(-logsumexp) may overflow in float32, with a margin for rounding.
-LOW = -80.0
+#: Below this, exp(-logsumexp) may overflow in a dtype of the operands, with a margin.
+LOW = {torch.bfloat16: -80.0, torch.float16: -4.0}
+#: The first release of cuDNN after those whose gradients of one query were found right.
+_ONE_QUERY_FROM = 92000
 
 
 class FlexQuery(Candidate):
@@ -122,27 +127,72 @@ class CudnnCalls(Candidate):
 
     def rewrite(self) -> str:
         mode = fake_mode_of(self.graph)
-        padded = 0
+        low, single = (
+            [call for call in self.backward if wrong(call)]
+            for wrong in (_may_overflow, _is_wrong_for_one_query)
+        )
+        by_flash = [call for call in self.backward if call in (*low, *single) and _flash_takes(call)]
         # The gradients of one query are little work, and need no kernel.
-        single = [call for call in self.backward if _has_one_query(call)]
-        for call in single:
+        written = [call for call in single if call not in by_flash]
+        by_cudnn = [call for call in self.backward if call not in (*by_flash, *written)]
+        for call in written:
             _write_out(call)
         with suppress_guards(mode), torch.no_grad(), computing_fakes(mode):
             for call in self.dropped:
                 given = list(call.args)
                 given[_FORWARD_DROPOUT] = own_dropout(given[_FORWARD_DROPOUT])
                 change(call, args=tuple(given))
-            for call in [call for call in self.backward if call not in single]:
-                padded += _Backward(self.graph, call).rewrite()
-        names = [CUDNN_PLANS.name] * (len(single) < len(self.backward) or bool(self.dropped))
-        names += [CUDNN_PADDED_KEYS.name] * bool(padded) + [CUDNN_ONE_QUERY.name] * bool(single)
+            for call in by_flash:
+                _use_flash(call)
+            for call in by_cudnn:
+                _Backward(self.graph, call).rewrite()
+        names = [CUDNN_PLANS.name] * bool(by_cudnn or self.dropped)
+        names += [CUDNN_PADDED_KEYS.name] * bool(low) + [CUDNN_ONE_QUERY.name] * bool(single)
         return f"cuDNN, cured of {' and '.join(names)}"
 
 
-def _has_one_query(call: fx.Node) -> bool:
-    """Whether a backward has one query, no mask and no dropout, which torch does not give to cuDNN then."""
+def _is_wrong_for_one_query(call: fx.Node) -> bool:
+    """Whether this cuDNN may return NaN for a backward of one query without a mask.
+
+    torch gives cuDNN no such call with dropout.
+    """
+    version = torch.backends.cudnn.version()
     one = known_true(_value(call.args[_QUERY]).shape[2] == 1)
-    return one and _argument(call, _BIAS) is None and not _argument(call, _DROPOUT)
+    plain = _argument(call, _BIAS) is None and not _argument(call, _DROPOUT)
+    return one and plain and (version is None or version >= _ONE_QUERY_FROM)
+
+
+def _may_overflow(call: fx.Node) -> bool:
+    """Whether a backward may read half a tile of keys that are not there, beside a row of low scores.
+
+    A causal backward hides them. With dropout and without a mask it is left as it is: no other kernel draws
+    the same elements, and a mask of the rows would take the memory of all scores.
+    """
+    keys = _value(call.args[_KEY]).shape[2]
+    hidden = _argument(call, _CAUSAL) or _argument(call, _DROPOUT)
+    return not (_argument(call, _BIAS) is None and hidden) and not known_true(keys % TILE != TILE // 2)
+
+
+def _flash_takes(call: fx.Node) -> bool:
+    """Whether flash attention can compute a backward, from what cuDNN's forward saved."""
+    q, k, v = (_value(call.args[i]) for i in (_QUERY, _KEY, _VALUE))
+    dim, masked = q.shape[3], _argument(call, _BIAS) is not None
+    alike = all(known_true(x.shape[3] == dim) and known_true(x.shape[1] == q.shape[1]) for x in (k, v))
+    plain = not masked and not _argument(call, _CAUSAL) and not _argument(call, _DROPOUT)
+    fits = isinstance(dim, int) and dim % _ALIGNED == 0 and dim <= _MOST_DIM
+    return plain and alike and fits and torch.backends.cuda.flash_sdp_enabled()
+
+
+def _use_flash(call: fx.Node) -> None:
+    """Put flash attention's backward in the place of cuDNN's."""
+    build = Builder(call, kept=("stack_trace", "custom"))
+    *operands, logsumexp, seed, offset, _, cum_q, cum_k, max_q, max_k, dropout, causal = call.args
+    logsumexp = build.call(aten.squeeze.dim, logsumexp, 3)
+    settings = (cum_q, cum_k, max_q, max_k, dropout, causal, seed, offset)
+    made = build.call(_FLASH_BACKWARD, *operands, logsumexp, *settings, scale=call.kwargs.get("scale"))
+    made.meta = {**call.meta, "val": made.meta["val"]}
+    call.replace_all_uses_with(made)
+    call.graph.erase_node(call)
 
 
 def _write_out(call: fx.Node) -> None:
@@ -174,12 +224,14 @@ class _Backward:
         self.graph, self.call = graph, call
         self.build = Builder(call, kept=("stack_trace", "custom"))
 
-    def rewrite(self) -> bool:
-        """Replace the call; whether its keys were padded, or its rows shifted."""
+    def rewrite(self) -> None:
+        """Replace the call."""
         arguments: list[Any] = list(self.call.args)
         arguments.append(self.call.kwargs.get("scale"))
         keys = _value(arguments[_KEY]).shape[2]
-        low = arguments[_BIAS] is not None and not known_true(keys % TILE != TILE // 2)
+        low = _may_overflow(self.call)
+        if low and arguments[_BIAS] is None:
+            arguments[_BIAS] = self._no_bias()
         padded = low and isinstance(keys, int) and not arguments[_DROPOUT]
         if padded:
             extra = -keys % TILE
@@ -196,7 +248,12 @@ class _Backward:
         self.graph.erase_node(self.call)
         if padded:
             self._cut(made, keys)
-        return low
+
+    def _no_bias(self) -> fx.Node:
+        """A mask that hides nothing: one number, expanded to the shape of the scores."""
+        q, k = (_value(self.call.args[i]) for i in (_QUERY, _KEY))
+        zero = self.build.call(aten.full.default, [1, 1, 1, 1], 0.0, dtype=q.dtype, device=q.device)
+        return self.build.call(aten.expand.default, zero, [*q.shape[:3], k.shape[2]])
 
     def _padded_bias(self, bias: fx.Node, extra: int) -> fx.Node:
         """With columns for keys that nobody sees; dims that are expanded stay so."""
@@ -218,7 +275,7 @@ class _Backward:
         dtype = _value(bias).dtype
         rounded = self.build.to(self.build.to(logsumexp, dtype), torch.float32)
         zero = self.build.call(aten.full.default, [], 0.0, dtype=torch.float32, device=_value(bias).device)
-        low = self.build.call(aten.lt.Scalar, logsumexp, LOW)
+        low = self.build.call(aten.lt.Scalar, logsumexp, LOW[_value(self.call.args[_QUERY]).dtype])
         hidden = self.build.call(aten.eq.Scalar, logsumexp, -math.inf)
         shift = self.build.call(aten.where.self, low, rounded, zero)
         shift = self.build.call(aten.where.self, hidden, zero, shift)

@@ -48,20 +48,23 @@ CUDNN_PADDED_KEYS = Defect(
     name="cudnn_padded_keys",
     where="backward of cuDNN attention",
     seen="torch 2.11, cuDNN 9.19",
-    condition="a mask, a number of keys that is 64 modulo 128, and a query whose logsumexp is below -88.7",
+    condition="not causal, a number of keys that is 64 modulo 128, and a query whose logsumexp is below "
+    "-88.7 (bfloat16) or -11 (float16), with or without a mask",
     effect="NaN in the gradient of q: the last tile is padded with keys of score 0, and exp(0 - logsumexp) "
     "overflows",
-    instead="keys, values and mask are padded to whole tiles with masked keys; with dropout, or if the "
-    "number of keys is symbolic, the scores of such rows are shifted by their logsumexp",
+    instead="without a mask, flash attention computes the gradients; with one, keys, values and mask are "
+    "padded to whole tiles with masked keys; with a mask and dropout, or a symbolic number of keys, the "
+    "scores of such rows are shifted by their logsumexp; with dropout and without a mask the call is left as "
+    "it is",
     source="pytorch#196678",
 )
 CUDNN_ONE_QUERY = Defect(
     name="cudnn_one_query",
     where="backward of cuDNN attention",
-    seen="cuDNN 9.25 and 9.26, by its report",
+    seen="cuDNN 9.25 and 9.26, by its report; not 9.19",
     condition="one query, no mask, and a logsumexp far below 0 (-122)",
     effect="NaN in the gradients of k and v",
-    instead="the gradients are computed by matrix products",
+    instead="flash attention or matrix products compute the gradients, from cuDNN 9.20 on",
     source="NVIDIA/cudnn-frontend#1072",
 )
 CUDNN_MISALIGNED = Defect(

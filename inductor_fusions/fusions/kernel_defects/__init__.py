@@ -56,8 +56,6 @@ _MOST_DIM = 256
 TILE = 128
 #: Below this, exp(-logsumexp) may overflow in a dtype of the operands, with a margin.
 LOW = {torch.bfloat16: -80.0, torch.float16: -4.0}
-#: The first release of cuDNN after those whose gradients of one query were found right.
-_ONE_QUERY_FROM = 92000
 
 
 class FlexQuery(Candidate):
@@ -128,8 +126,7 @@ class CudnnCalls(Candidate):
     def rewrite(self) -> str:
         mode = fake_mode_of(self.graph)
         low, single = (
-            [call for call in self.backward if wrong(call)]
-            for wrong in (_may_overflow, _is_wrong_for_one_query)
+            [call for call in self.backward if wrong(call)] for wrong in (_may_overflow, _has_one_query)
         )
         by_flash = [call for call in self.backward if call in (*low, *single) and _flash_takes(call)]
         # The gradients of one query are little work, and need no kernel.
@@ -151,15 +148,10 @@ class CudnnCalls(Candidate):
         return f"cuDNN, cured of {' and '.join(names)}"
 
 
-def _is_wrong_for_one_query(call: fx.Node) -> bool:
-    """Whether this cuDNN may return NaN for a backward of one query without a mask.
-
-    torch gives cuDNN no such call with dropout.
-    """
-    version = torch.backends.cudnn.version()
+def _has_one_query(call: fx.Node) -> bool:
+    """Whether a backward has one query, no mask and no dropout, which torch does not give to cuDNN then."""
     one = known_true(_value(call.args[_QUERY]).shape[2] == 1)
-    plain = _argument(call, _BIAS) is None and not _argument(call, _DROPOUT)
-    return one and plain and (version is None or version >= _ONE_QUERY_FROM)
+    return one and _argument(call, _BIAS) is None and not _argument(call, _DROPOUT)
 
 
 def _may_overflow(call: fx.Node) -> bool:

@@ -61,10 +61,10 @@ CUDNN_PADDED_KEYS = Defect(
 CUDNN_ONE_QUERY = Defect(
     name="cudnn_one_query",
     where="backward of cuDNN attention",
-    seen="cuDNN 9.25 and 9.26, by its report; not 9.19",
+    seen="cuDNN 9.19; 9.25 and 9.26, by its report",
     condition="one query, no mask, and a logsumexp far below 0 (-122)",
     effect="NaN in the gradients of k and v",
-    instead="flash attention or matrix products compute the gradients, from cuDNN 9.20 on",
+    instead="flash attention or matrix products compute the gradients",
     source="NVIDIA/cudnn-frontend#1072",
 )
 CUDNN_MISALIGNED = Defect(

@@ -114,3 +114,32 @@ def test_on_the_scores() -> None:
 def test_on_the_scores_off() -> None:
     check(scored(lambda s: F.dropout(s * 0.3, 0.1, training=False)), qkv())
     unfused(scored(lambda s: F.dropout(torch.relu(s), 0.1, training=False)), qkv(), "relu")
+
+
+class Layer(nn.Module):
+    """A layer that asks for its weights, of which one operation holds the attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, dropout=0.25, batch_first=True)
+
+    def forward(self, q, k, v):
+        return self.attention(*(x.flatten(0, 1) for x in (q, k, v)))[0]
+
+
+AS_EAGER = {
+    "written out": DROPS["functional"],
+    "a call": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, torch.ones(9, 9, dtype=torch.bool).tril(), dropout_p=0.25
+    ),
+    "a layer": Layer(),
+}
+
+
+@cases(AS_EAGER)
+@pytest.mark.parametrize("as_eager", [False, True])
+def test_numbers_of_eager_mode(case, as_eager) -> None:
+    """Where Inductor is told to draw what eager mode draws, no other kernel draws instead."""
+    with torch._inductor.config.patch(fallback_random=as_eager):
+        run = testing.capture(case, *qkv(9, 9), backend=testing.EAGER_AFTER_PASSES)
+    assert [site.code for site in run.sites] == (["random"] if as_eager else [""]), run.sites

@@ -67,7 +67,7 @@ class MultiheadForward(Candidate):
         output = self.anchor.meta.get("example_value")
         if query is None or key is None or not isinstance(output, tuple):
             raise Reason.NOT_A_TENSOR.rejected("an argument of multi_head_attention_forward is not a tensor")
-        check_kind(query)
+        check_kind(query, key, torch_ops.tensor(self.arguments["value"]))
         self.scope.derivatives.check([self.anchor])
         if "MATH" not in self.scope.derivatives.modes.at(self.anchor).backends:
             raise Reason.NO_KERNEL.left_to_stock(

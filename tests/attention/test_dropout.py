@@ -91,6 +91,7 @@ NOT_READ = {
     "twice": (lambda w: F.dropout(F.dropout(w, 0.1), 0.2), "two dropouts"),
     "of channels": (lambda w: F.dropout2d(w, 0.1), ""),
     "alpha": (lambda w: F.alpha_dropout(w, 0.1), ""),
+    "with its mask": (lambda w: torch.native_dropout(w, 0.1, True)[0], "native_dropout is between"),
     "other noise": (lambda w: w * torch.bernoulli(torch.ones(w.shape)), "mul is between the softmax"),
 }
 
@@ -99,7 +100,7 @@ NOT_READ = {
 def test_not_read(name: str) -> None:
     drop, reason = NOT_READ[name]
     run = testing.capture(dropped(drop), *qkv(), backend=testing.EAGER_AFTER_PASSES)
-    assert not run.fused
+    assert not run.fused and run.sites
     assert all(reason in site.reason for site in run.sites), run.sites
 
 

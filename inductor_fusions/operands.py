@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._inductor import is_batched, is_wrapper, known_true, range_of, value_of
+from ._inductor import draws_as_eager, is_batched, is_wrapper, known_true, range_of, value_of
 from .decisions import Decision, Span
 from .decisions.tables import dtype_name
 from .fusion import LeftToStock
@@ -95,6 +95,15 @@ def check_kind(*values: Any) -> None:
                 f"an operand is a {type(value).__name__}, for which a fused kernel may not be defined",
                 "pass local tensors, as ColwiseParallel does by default",
             )
+
+
+def check_random_numbers() -> None:
+    """Leave a dropout to stock where compiled code is to draw what eager mode draws."""
+    if draws_as_eager():
+        raise Reason.RANDOM.left_to_stock(
+            "torch._inductor.config.fallback_random is set, and the fused dropout draws other random numbers "
+            "than eager"
+        )
 
 
 def check_device(value: torch.Tensor, dtypes: Collection[torch.dtype] | None = None) -> None:

@@ -108,6 +108,7 @@ from .shapes import (
     parts_of,
     range_of,
     records_gradients,
+    share_fake_mode,
     suppress_guards,
     symbol_parts,
     value_of,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from torch import fx
@@ -84,6 +85,31 @@ def fake_mode_of(graph: fx.Graph) -> Any | None:
         if isinstance(value, FakeTensor):
             return value.fake_mode
     return None
+
+
+def share_fake_mode(graph: fx.Graph) -> None:
+    """Give the values of a graph one FakeTensorMode.
+
+    `make_fx` with real inputs, whose graphs `torch._inductor.compile` takes, makes each value in a mode of
+    its own, and no operation takes values of two modes.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    values = [value for value in map(value_of, graph.nodes) if isinstance(value, FakeTensor)]
+    mode = values[0].fake_mode if values else None
+    if all(value.fake_mode is mode for value in values):
+        return
+
+    def shared(value: Any) -> Any:
+        if not isinstance(value, FakeTensor) or value.fake_mode is mode:
+            return value
+        with torch.no_grad(), computing_fakes(mode):
+            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return made.requires_grad_(value.requires_grad)
+
+    for node in graph.nodes:
+        for key in node.meta.keys() & {"example_value", "val"}:
+            node.meta[key] = pytree.tree_map_only(torch.Tensor, shared, node.meta[key])
 
 
 def is_batched(tensor: Any) -> bool:

@@ -68,6 +68,7 @@ class FusionPass(CustomGraphPass):
         left_out = attempt.left_out(self.stage) if attempt is not None else None
         if self.stage == "pre_grad" and not is_body_of_dynamo(graph):
             reporting.begin()
+            _inductor.share_fake_mode(graph)
         watcher = watching.current()
         if watcher is not None:
             watcher.begins(self.stage, graph)

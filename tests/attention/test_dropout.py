@@ -91,6 +91,7 @@ NOT_READ = {
     "twice": (lambda w: F.dropout(F.dropout(w, 0.1), 0.2), "two dropouts"),
     "of channels": (lambda w: F.dropout2d(w, 0.1), ""),
     "alpha": (lambda w: F.alpha_dropout(w, 0.1), ""),
+    "with its mask": (lambda w: torch.native_dropout(w, 0.1, True)[0], "native_dropout is between"),
     "other noise": (lambda w: w * torch.bernoulli(torch.ones(w.shape)), "mul is between the softmax"),
 }
 
@@ -99,7 +100,7 @@ NOT_READ = {
 def test_not_read(name: str) -> None:
     drop, reason = NOT_READ[name]
     run = testing.capture(dropped(drop), *qkv(), backend=testing.EAGER_AFTER_PASSES)
-    assert not run.fused
+    assert not run.fused and run.sites
     assert all(reason in site.reason for site in run.sites), run.sites
 
 
@@ -114,3 +115,32 @@ def test_on_the_scores() -> None:
 def test_on_the_scores_off() -> None:
     check(scored(lambda s: F.dropout(s * 0.3, 0.1, training=False)), qkv())
     unfused(scored(lambda s: F.dropout(torch.relu(s), 0.1, training=False)), qkv(), "relu")
+
+
+class Layer(nn.Module):
+    """A layer that asks for its weights, of which one operation holds the attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, dropout=0.25, batch_first=True)
+
+    def forward(self, q, k, v):
+        return self.attention(*(x.flatten(0, 1) for x in (q, k, v)))[0]
+
+
+AS_EAGER = {
+    "written out": DROPS["functional"],
+    "a call": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, torch.ones(9, 9, dtype=torch.bool).tril(), dropout_p=0.25
+    ),
+    "a layer": Layer(),
+}
+
+
+@cases(AS_EAGER)
+@pytest.mark.parametrize("as_eager", [False, True])
+def test_numbers_of_eager_mode(case, as_eager) -> None:
+    """Where Inductor is told to draw what eager mode draws, no other kernel draws instead."""
+    with torch._inductor.config.patch(fallback_random=as_eager):
+        run = testing.capture(case, *qkv(9, 9), backend=testing.EAGER_AFTER_PASSES)
+    assert [site.code for site in run.sites] == (["random"] if as_eager else [""]), run.sites

@@ -256,9 +256,26 @@ def test_conditional() -> None:
         check(fn, (torch.tensor(flag), *qkv()), fused=None, train=False, reference=plain)
 
 
-def test_map_over_batch() -> None:
-    fn = lambda q, k, v: torch.vmap(attend)(q, k, v)  # noqa: E731
-    check(fn, qkv(), fused=None)
+def layer(q: Any, k: Any, v: Any) -> Any:
+    """The weights are asked for, so that one operation holds the attention."""
+    weights = torch.arange(4 * 16 * 16.0).cos().view(4 * 16, 16)
+    project, out, bias = weights[:48], weights[48:], weights[0, :].expand(3, 16).flatten()
+    given = (x.transpose(0, 1) for x in (q, k, v))
+    return nn.functional.multi_head_attention_forward(
+        *given, 16, 2, project, bias, None, None, False, 0.0, out, bias[:16]
+    )[0]
+
+
+@pytest.mark.parametrize("inner", [attend, layer])
+@pytest.mark.parametrize("dims", [(0, 0, 0), (0, None, None), (None, 0, None), (None, None, 0)])
+def test_map_over_batch(inner: Any, dims: tuple[int | None, ...]) -> None:
+    """Of all operands, or of one, while the others are the same for each sample."""
+
+    def fn(*operands: Any) -> Any:
+        given = [x if d == 0 else x[0] for x, d in zip(operands, dims, strict=True)]
+        return torch.vmap(inner, in_dims=dims)(*given)
+
+    check(fn, qkv(), fused=0, reason="transform")
 
 
 def test_same_tensor_thrice() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import inductor_fusions
-from inductor_fusions import config, ops, testing
+from inductor_fusions import config, ops, reporting, testing
 from tests import blocks
 
 RUN = """
@@ -54,6 +54,27 @@ def test_compiled_after_export(exported: torch.export.ExportedProgram) -> None:
     assert call.kwargs["is_causal"] is True
     expected = blocks.model(1)(blocks.batch(3)).detach()
     torch.testing.assert_close(run.outputs, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_graph_of_make_fx(mode: str) -> None:
+    """Handed to Inductor without Dynamo. With real inputs, each value is of a fake mode of its own."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return (torch.softmax(q @ k.mT * 0.3, -1) @ v,)
+
+    inputs = [torch.randn(2, 3, 9, 8) for _ in range(3)]
+    graph = make_fx(attention, tracing_mode=mode)(*inputs)
+    with (
+        torch._inductor.config.patch(force_disable_caches=True),
+        config.patch(policy="always", strict=True),
+        reporting.isolated() as sites,
+        torch.no_grad(),
+    ):
+        (found,) = torch._inductor.compile(graph, inputs)(*inputs)
+    assert [site.verdict for site in sites] == ["fused"]
+    torch.testing.assert_close(found, *attention(*inputs))
 
 
 #: Fewer seconds in the C++ compiler.

@@ -25,6 +25,7 @@ from ...graph.builder import Builder
 from ...operands import check_kind, may_use_tf32, profitable, text
 from ...reasons import Reason
 from .masks import classify, negation, visibility
+from .problem import check_dropout
 from .scope import Scope
 
 #: Operations of torch that hold a whole attention.
@@ -66,7 +67,7 @@ class MultiheadForward(Candidate):
         output = self.anchor.meta.get("example_value")
         if query is None or key is None or not isinstance(output, tuple):
             raise Reason.NOT_A_TENSOR.rejected("an argument of multi_head_attention_forward is not a tensor")
-        check_kind(query)
+        check_kind(query, key, torch_ops.tensor(self.arguments["value"]))
         self.scope.derivatives.check([self.anchor])
         if "MATH" not in self.scope.derivatives.modes.at(self.anchor).backends:
             raise Reason.NO_KERNEL.left_to_stock(
@@ -85,8 +86,8 @@ class MultiheadForward(Candidate):
                 raise Reason.WEIGHTS.rejected(
                     "the attention weights are also used elsewhere", "need_weights=False"
                 )
-        if self.arguments["training"] and self.arguments["dropout_p"] >= 1:
-            raise Reason.DROPOUT.rejected("dropout with p = 1 sets all weights to 0")
+        if self.arguments["training"]:
+            check_dropout(self.arguments["dropout_p"])
         if not all(holds_now(size >= 1) for size in (*query.shape, *key.shape)):
             raise Reason.EMPTY.rejected("an operand is empty or may be empty")
         kind = self._mask(query, key)

@@ -18,7 +18,7 @@ from ..._inductor import known_true
 from ...graph import torch_ops
 from ...graph.builder import Builder
 from ...graph.dims import permutation
-from ...operands import same_shape
+from ...operands import check_kind, same_shape
 
 #: The name of a method of tensors, or a function, and its arguments after the tensor.
 Step = tuple[str | Callable[..., torch.Tensor], tuple[Any, ...]]
@@ -39,10 +39,16 @@ class Operand(torch_ops.Seen):
 
     @classmethod
     def of(cls, node: Any) -> Operand | None:
-        """The operand that is the value of `node`, or None where that is no tensor."""
+        """The operand that is the value of `node`, or None where that is no tensor.
+
+        Raises:
+            Rejected: inside of vmap; the scores may be outside.
+            LeftToStock: the tensor is one around tensors.
+        """
         if isinstance(node, Operand):
             return node
         value = torch_ops.tensor(node)
+        check_kind(value)
         return None if value is None else cls(node, value.detach().requires_grad_(value.requires_grad))
 
     def then(self, method: str | Callable[..., torch.Tensor], *args: Any) -> Operand:

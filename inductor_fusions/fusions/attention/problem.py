@@ -12,7 +12,7 @@ from torch import fx
 from ..._inductor import holds_now, known_true
 from ...effects.liveness import readers
 from ...graph import torch_ops
-from ...operands import holds, same_shape
+from ...operands import check_random_numbers, holds, same_shape
 from ...reasons import Reason
 from .masks import holds_fills_alone
 from .normal_form import Result, Stage, Term
@@ -155,12 +155,19 @@ class Problem:
 
 def check_sizes(problem: Problem) -> None:
     """Refuse what kernels raise for or do not define: nothing to attend with or to, or no weight left."""
-    if problem.dropout >= 1:
-        raise Reason.DROPOUT.rejected("dropout with p = 1 sets all weights to 0")
+    check_dropout(problem.dropout)
     check_not_empty(problem)
     for size in _sizes(problem):
         if not holds_now(size >= 1):
             raise Reason.EMPTY.rejected(f"the size {size} may be 0")
+
+
+def check_dropout(p: float) -> None:
+    """Refuse a dropout on the weights that the kernels do not compute as stock does."""
+    if p >= 1:
+        raise Reason.DROPOUT.rejected("dropout with p = 1 sets all weights to 0")
+    if p > 0:
+        check_random_numbers()
 
 
 def check_not_empty(problem: Problem) -> None:

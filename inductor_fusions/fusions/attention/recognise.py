@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _BETWEEN = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
     "dropout", "mul", "div", "add", "expand", "where", "masked_fill", "getitem", "slice", "narrow",
     "nan_to_num", "mean", "split", "split_with_sizes", "getattr", "sub", "neg", "unbind", "chunk",
-    "conv1d", "conv2d", "conv3d", "cat", "stack", "pad", "scatter", "topk", "max", "select",
+    "conv1d", "conv2d", "conv3d", "cat", "stack", "pad", "scatter", "topk", "max", "select", "native_dropout",
 }  # fmt: skip
 
 #: What takes single weights, of which each multiplies a value of its own in a loop.

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import fx
 
-from ..._inductor import draws_as_eager, drops_narrow_casts, known_true
+from ..._inductor import drops_narrow_casts, known_true
 from ...decisions.problems import FEW_ROWS
 from ...effects import liveness
 from ...effects.inplace import overwritten
@@ -38,7 +38,7 @@ from ...graph.builder import Builder
 from ...graph.dims import permuted_by
 from ...graph.torch_ops import CASTS, dropout_p, linear_of, read, spellings
 from ...layouts.keeping import Keeping
-from ...operands import check_device, check_kind, known_size, tensor, text, tokens_of
+from ...operands import check_device, check_kind, check_random_numbers, known_size, tensor, text, tokens_of
 from ...reasons import Reason
 from . import narrow, profit
 from .adapters import is_low_rank
@@ -224,11 +224,7 @@ class AdapterInput(Candidate):
     def _check_dropout(self, drop: fx.Node) -> None:
         if readers(drop) != [self.site.linear]:
             raise Reason.USED_ELSEWHERE.rejected("the result of the dropout is also read elsewhere")
-        if draws_as_eager():
-            raise Reason.RANDOM.left_to_stock(
-                "torch._inductor.config.fallback_random is set, and the fused dropout draws other "
-                "random numbers than eager"
-            )
+        check_random_numbers()
 
     def rewrite(self) -> str:
         x = tensor(self.site.x)

@@ -243,6 +243,13 @@ def packed_with_a_number_of_each_row(x: Any, w: Any, c: Any) -> Any:
     return F.silu(gate) * up
 
 
+@form(X, (2, 1, 64), "frozen 256x64", left=(0, 1), reasons=("", "used-elsewhere"))
+def gate_of_a_modulated_input(x: Any, c: Any, w: Any) -> Any:
+    """The input is in memory for the linear alone, and the parts of its result are no copies."""
+    gate, up = F.linear(x * (1 + c), w).chunk(2, dim=-1)
+    return up * F.gelu(gate)
+
+
 @form(X, "frozen 128x64", "frozen 128x64", reasons=("", "used-elsewhere"))
 def bilinear(x: Any, w: Any, v: Any) -> Any:
     """No activation at all."""

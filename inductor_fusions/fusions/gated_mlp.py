@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from .. import config
-from .._inductor import was_erased
+from .._inductor import hint, was_erased
 from ..block_mm import emit, guards, units
 from ..block_mm.columns import Columns, columns, halves, is_apart
 from ..block_mm.expressions import (
@@ -232,6 +232,16 @@ def _is_plain(node: fx.Node) -> bool:
     return other is None or str(other.numel()) == str(value(node).numel())
 
 
+def _is_turned(node: fx.Node) -> bool:
+    """Whether the last dim of a view of a linear is not that of its columns, which are next to each other."""
+    strides = [
+        hint(stride)
+        for stride, size in zip(value(node).stride(), value(node).shape, strict=True)
+        if hint(size) != 1
+    ]
+    return bool(strides) and strides[-1] != min(strides)
+
+
 def _is_turned_batch(node: fx.Node) -> bool:
     """Whether a node permutes a batch of products, as an einsum of experts does."""
     return (
@@ -306,7 +316,7 @@ def _why(sides: list[fx.Node], functions: list[str], mixed: bool) -> Said:
             "are apart in memory), and the kernel supports one matrix each"
         )
     in_rows = all(product(side) or columns(side) for side in sides)
-    if not in_rows and len({is_apart(side) for side in sides}) == 2:
+    if not in_rows and (len({is_apart(side) for side in sides}) == 2 or any(map(_is_turned, sides))):
         return Reason.LAYOUT(
             "the results of gate and up are put into another order, as by an einsum that moves large dims"
         )

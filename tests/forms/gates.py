@@ -50,7 +50,7 @@ def parts_in_the_middle(x: Any, w: Any) -> Any:
     return F.silu(h[..., 0, :]) * h[..., 1, :]
 
 
-@form(X, "frozen 2x64x128", left=(1, 1))
+@form(X, "frozen 2x64x128", left=(1, 1), reasons=("another order", "another order"))
 def parts_in_front_turned(x: Any, w: Any) -> Any:
     """Columns are in front of the rows."""
     gate, up = torch.einsum("bnd,cdf->cbfn", x, w)
@@ -64,7 +64,7 @@ def parts_of_heads(x: Any, w: Any) -> Any:
     return F.silu(gate) * up
 
 
-@form(X, "frozen 2x64x4x32", left=(1, 1), reasons=("layout", "layout"))
+@form(X, "frozen 2x64x4x32", left=(1, 1), reasons=("parts of heads", "parts of heads"))
 def columns_of_heads(x: Any, w: Any) -> Any:
     """The first columns of each head, which are not the first columns of the product."""
     h = torch.einsum("bnd,cdhf->cbnhf", x, w)[0]

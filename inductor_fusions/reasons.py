@@ -245,6 +245,10 @@ class Reason(Enum):
         "The gate, or the linear that it multiplies, passes through a function that no kernel supports.",
         "Use silu, gelu, relu, its square, or sigmoid on the gate and nothing else, not even a clamp.",
     )
+    NORM = (
+        "The norm in front of linears of a few rows is another one than the kernels of these compute.",
+        "Nothing, if the model needs it. Supported is `F.rms_norm`, and what equals it.",
+    )
     PAIRS = (
         "The pairwise dot products are not selected by index vectors.",
         "Select them as `z[:, i, j]`, with vectors of indices i and j.",

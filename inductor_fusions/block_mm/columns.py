@@ -17,12 +17,9 @@ from torch import fx
 
 from ..graph.builder import Builder
 from ..graph.dims import Selection, selection
-from ..graph.products import RESHAPES, VIEWS, Product, product, same_sizes, tensor, value
+from ..graph.products import RESHAPES, SPLITS, VIEWS, Product, product, same_sizes, tensor, value
 
 aten = torch.ops.aten
-
-#: Operations that give several parts of a tensor.
-SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int})
 
 
 @dataclass(frozen=True)

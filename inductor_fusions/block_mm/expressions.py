@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.products import CASTS, MUL, RESHAPES, product, tensor, value
+from ..graph.products import CASTS, MUL, RESHAPES, SPLITS, product, tensor, value
 from ..operands import holds
-from .columns import SPLITS, columns
+from .columns import columns
 from .op import ACTIVATIONS, QUICK
 
 aten = torch.ops.aten

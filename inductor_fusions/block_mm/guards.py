@@ -13,10 +13,9 @@ from .._inductor import known_true, max_autotune
 from ..decisions import Span
 from ..decisions.tables import dtype_name
 from ..fusion import LeftToStock, Rejected, Reported
-from ..graph.products import VIEWS, Product, identity, product, value
+from ..graph.products import SPLITS, VIEWS, Product, identity, product, value
 from ..operands import tokens_of
 from ..reasons import Reason, Said
-from .columns import SPLITS
 from .heuristics import choose, decided
 from .op import Call
 from .problem import Problem, describe, of_operands

@@ -148,7 +148,7 @@ class Lowering(Call):
         norm = None
         if self.eps is not None:
             (gain,) = _inductor.realize([self.gain]) if self.gain is not None else (None,)
-            norm = template.Norm(self.eps, "" if gain is None else name("G", gain), self.shift)
+            norm = template.Norm(self.eps, "" if gain is None else name("G", gain), self.shift, self.clamps)
         outputs = () if self.gated else tuple(f"Y{g}" for g in range(1, len(self.names)))
         kinds = self.dtypes * 2 if self.gated else self.dtypes
         structure = template.Structure(

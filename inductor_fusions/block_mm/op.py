@@ -61,6 +61,7 @@ class Call:
             through: x * rsqrt(mean(x * x) + eps), times `gain + shift`. None: there is no norm. With one, the
             operation has no gradient: graphs get it after autograd.
         gain: a vector of K elements, or None.
+        clamps: whether the root is that of the larger one of the mean and eps, and not of their sum.
     """
 
     a: Sequence[Any]
@@ -77,6 +78,7 @@ class Call:
     eps: float | None = None
     gain: Any = None
     shift: float = 0.0
+    clamps: bool = False
 
     def __post_init__(self) -> None:
         self.names = self.activations.split(",")
@@ -96,7 +98,8 @@ class Call:
         if self.eps is not None:
             for p in self.first():
                 x = _wide(found[p])
-                x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + self.eps)
+                mean = x.square().mean(1, keepdim=True)
+                x = x * torch.rsqrt(mean.clamp(min=self.eps) if self.clamps else mean + self.eps)
                 if self.gain is not None:
                     x = x * (_wide(self.gain) + self.shift)
                 found[p] = x.to(found[p].dtype)
@@ -309,5 +312,5 @@ BLOCK_MM = define(
     "block_mm", _compute, _empty, flops=_flops, setup=_setup, backward=_backward,
     schema="(Tensor[] a, Tensor[] b, Tensor[] bias, SymInt[] bias_groups, SymInt[] groups, float[] scales, "
     "str activations, bool gated, ScalarType dtype, str wide, SymInt decided=0, float? eps=None, "
-    "Tensor? gain=None, float shift=0) -> Tensor[]",
+    "Tensor? gain=None, float shift=0, bool clamps=False) -> Tensor[]",
 )  # fmt: skip

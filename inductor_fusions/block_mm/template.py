@@ -56,11 +56,13 @@ class Norm:
     Attributes:
         gain: the name of the vector that it multiplies by, or "".
         shift: what is added to that vector.
+        clamps: whether the root is that of the larger one of the mean and eps, and not of their sum.
     """
 
     eps: float
     gain: str
     shift: float
+    clamps: bool = False
 
 
 @dataclass(frozen=True)

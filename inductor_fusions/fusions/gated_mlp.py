@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from .. import config
-from .._inductor import was_erased
+from .._inductor import hint, was_erased
 from ..block_mm import emit, guards, units
-from ..block_mm.columns import SPLITS, Columns, columns, halves, is_apart
+from ..block_mm.columns import Columns, columns, halves, is_apart
 from ..block_mm.expressions import (
     NONLINEAR,
     Expressions,
@@ -37,6 +37,7 @@ from ..graph.placement import Place
 from ..graph.products import (
     CASTS,
     RESHAPES,
+    SPLITS,
     Product,
     identity,
     is_pointwise,
@@ -59,6 +60,7 @@ Linear = Product | Columns
 #: Operations between a linear and the product with another one, at most.
 MOST_STEPS = 32
 _CONVOLUTION = (aten.convolution.default,)
+_GROUPED = (aten._grouped_mm.default,)
 CONVOLUTION = Reason.NO_MATRIX("gate and up are convolutions, or channels of one; only linears are fused")
 
 
@@ -220,13 +222,24 @@ def _of_many(node: fx.Node) -> fx.Node | None:
     parts = (*SPLITS, aten.slice.Tensor, aten.select.int, operator.getitem)
     while node.target in parts or (node.target is aten.add.Tensor and not _is_plain(node)):
         (node, *_) = node.all_input_nodes
-    return node if node.target in (aten.bmm.default, aten.baddbmm.default, *_CONVOLUTION) else None
+    many = (aten.bmm.default, aten.baddbmm.default, *_GROUPED, *_CONVOLUTION)
+    return node if node.target in many else None
 
 
 def _is_plain(node: fx.Node) -> bool:
     """Whether what a sum adds to its first operand has the size of that, or is a number."""
     other = tensor(node.args[1])
     return other is None or str(other.numel()) == str(value(node).numel())
+
+
+def _is_turned(node: fx.Node) -> bool:
+    """Whether the last dim of a view of a linear is not that of its columns, which are next to each other."""
+    strides = [
+        hint(stride)
+        for stride, size in zip(value(node).stride(), value(node).shape, strict=True)
+        if hint(size) != 1
+    ]
+    return bool(strides) and strides[-1] != min(strides)
 
 
 def _is_turned_batch(node: fx.Node) -> bool:
@@ -250,7 +263,8 @@ def _inputs(side: fx.Node) -> set[Any]:
     assert source is not None
     if source.target in _CONVOLUTION:
         return {identity(source.all_input_nodes[0])}
-    return {identity(x) for x in source.args[-2:] if isinstance(x, fx.Node)}
+    operands = source.args[:2] if source.target in _GROUPED else source.args[-2:]
+    return {identity(x) for x in operands if isinstance(x, fx.Node)}
 
 
 def _other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], Said] | None:
@@ -302,7 +316,7 @@ def _why(sides: list[fx.Node], functions: list[str], mixed: bool) -> Said:
             "are apart in memory), and the kernel supports one matrix each"
         )
     in_rows = all(product(side) or columns(side) for side in sides)
-    if not in_rows and len({is_apart(side) for side in sides}) == 2:
+    if not in_rows and (len({is_apart(side) for side in sides}) == 2 or any(map(_is_turned, sides))):
         return Reason.LAYOUT(
             "the results of gate and up are put into another order, as by an einsum that moves large dims"
         )

@@ -17,8 +17,9 @@ from torch import fx
 
 from .._inductor import hint, was_erased
 from ..reasons import Reason
-from .products import Product, kind, operands_of, readers, tensor, unviewed, value
+from .products import Product, kind, operands_of, tensor, value
 from .profile import Interval, Profile
+from .sharing import is_view, owner, readers
 
 #: What the peak may grow by: relative to it, and in bytes, to which CUDA's allocator rounds large blocks up.
 SLACK, ROUNDING = 1 / 1024, 2 * 2**20
@@ -77,13 +78,13 @@ class Memory:
         """Note nodes that are new, or whose inputs or users changed."""
         for node in nodes:
             self._touched[node] = None
-            self._touched[unviewed(node)] = None
+            self._touched[owner(node)] = None
 
     def forget(self, node: fx.Node) -> None:
         """Forget a node that is about to be erased or moved; `touch` a moved one afterwards."""
         for x in node.all_input_nodes:
-            self._touched[x] = self._touched[unviewed(x)] = None
-            self._read_by.pop(unviewed(x), None)
+            self._touched[x] = self._touched[owner(x)] = None
+            self._read_by.pop(owner(x), None)
         self._touched.update(self._consumers.get(node, {}))
         for other in [node, *self._born.get(node, ())]:
             self._touched[other] = None
@@ -114,10 +115,10 @@ class Memory:
         members = [p.node for p in products]
         made = list(members if outputs is None else outputs)
         # A product whose rows are padded is a view of what is stored.
-        inner = {*members, *(unviewed(node) for node in members)}
-        reads = {unviewed(x) for x in operands_of(products)}
+        inner = {*members, *(owner(node) for node in members)}
+        reads = {owner(x) for x in operands_of(products)}
         # Another form of an operand is in memory for these products alone.
-        forms = {unviewed(x) for node in inner for x in node.all_input_nodes}
+        forms = {owner(x) for node in inner for x in node.all_input_nodes}
         gone = {
             node
             for node in (forms | set(made)) - reads
@@ -172,7 +173,7 @@ class Memory:
         if not self._touched:
             return
         for node in self._touched:
-            for reader in (node, *readers(node)) if kind(node).view else (node,):
+            for reader in (node, *readers(node)) if is_view(node) else (node,):
                 self._seen.pop(reader, None)
         touched = [node for node in self._touched if not was_erased(node)]
         self._touched.clear()
@@ -181,7 +182,7 @@ class Memory:
             if node.op == "output":  # it has many, of which few change
                 before, self._returned = self._returned, frozenset(node.all_input_nodes)
                 others = before ^ self._returned
-                around.update((unviewed(x), None) for x in others if not was_erased(x))
+                around.update((owner(x), None) for x in others if not was_erased(x))
             else:
                 around.update(dict.fromkeys(self._inputs(node)))
         siblings: dict[fx.Node, None] = {}
@@ -214,7 +215,7 @@ class Memory:
         """The values in memory that loops compute of nodes, with those among the nodes themselves."""
 
         def users(node: fx.Node, depth: int) -> Iterator[tuple[fx.Node, int]]:
-            left = depth if kind(node).view else depth - 1 if kind(node).pointwise else 0
+            left = depth if is_view(node) else depth - 1 if kind(node).pointwise else 0
             if left and not self._stores(node):
                 yield from ((user, left) for user in node.users)
 
@@ -260,7 +261,7 @@ class Memory:
         """What a node reads, seen through views."""
         found = self._seen.get(node)
         if found is None:
-            found = self._seen[node] = tuple(unviewed(x) for x in node.all_input_nodes)
+            found = self._seen[node] = tuple(owner(x) for x in node.all_input_nodes)
         return found
 
     def _settle_births(self, nodes: list[fx.Node]) -> list[fx.Node]:
@@ -411,7 +412,7 @@ class Memory:
 
 def _is_stored(node: fx.Node, users: Iterable[fx.Node]) -> bool:
     """Whether the value of a node is surely in memory: kernels make it, read it, or it is returned."""
-    if node.op != "call_function" or kind(node).view or tensor(node) is None:
+    if node.op != "call_function" or is_view(node) or tensor(node) is None:
         return False
     return kind(node).kernel or any(user.op == "output" or kind(user).kernel for user in users)
 

@@ -30,6 +30,8 @@ VIEWS = RESHAPES | {
     aten.permute.default, aten.t.default, aten.transpose.int, aten.slice.Tensor, aten.select.int,
     aten.expand.default, aten.detach.default,
 }  # fmt: skip
+#: Give all parts of a tensor, which are views of it.
+SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int})
 CASTS = frozenset({torch.ops.prims.convert_element_type.default, aten._to_copy.default})
 #: Operations with a kernel of their own, which read and write memory.
 _KERNELS = frozenset(

@@ -27,10 +27,10 @@ from ..reasons import Reason
 #: Every operation that is read, by the names of its arguments in positional order.
 _BY_ARGUMENTS = {
     "": "arange ones zeros",
-    "input": "neg tanh sigmoid log_sigmoid relu abs exp exp2 log sqrt bitwise_not logical_not new_ones "
-    "new_zeros ones_like zeros_like view reshape flatten unflatten view_as reshape_as _unsafe_view expand "
-    "expand_as broadcast_to permute t contiguous clone detach alias lift_fresh_copy lift_fresh repeat to "
-    "type_as type _to_copy convert_element_type float half bfloat16 double bool int long cpu cuda "
+    "input": "neg tanh sigmoid log_sigmoid softplus relu abs exp exp2 log sqrt bitwise_not logical_not "
+    "new_ones new_zeros ones_like zeros_like view reshape flatten unflatten view_as reshape_as _unsafe_view "
+    "expand expand_as broadcast_to permute t contiguous clone detach alias lift_fresh_copy lift_fresh repeat "
+    "to type_as type _to_copy convert_element_type float half bfloat16 double bool int long cpu cuda "
     "_transformer_encoder_layer_fwd _native_multi_head_attention topk",
     "input other": "add sub rsub mul div min max minimum maximum matmul bmm eq ne lt le gt ge bitwise_and "
     "bitwise_or logical_and logical_or",
@@ -51,6 +51,7 @@ _BY_ARGUMENTS = {
     "input target weight size_average ignore_index reduce reduction label_smoothing": "cross_entropy",
     "input target weight size_average ignore_index reduce reduction": "nll_loss",
     "input target weight size_average reduce reduction pos_weight": "binary_cross_entropy_with_logits",
+    "input target weight size_average reduce reduction": "binary_cross_entropy multilabel_soft_margin_loss",
     "input dim index": "gather index_select select", "input indices dim": "take_along_dim",
     # masks
     "input mask value": "masked_fill", "input mask": "masked_select", "condition input other": "where",

@@ -38,6 +38,7 @@ class Case:
         bias: "", "row" or "whole".
         activations: of each group.
         norm: the arguments of an RMSNorm in front: eps, whether it has a vector, what is added to that.
+        clamps: whether the root of it is that of the larger one of mean and eps.
     """
 
     rows: int
@@ -59,6 +60,7 @@ class Case:
     heights: tuple[int, ...] = ()
     last: str = ""
     norm: tuple[float, bool, float] | None = None
+    clamps: bool = False
 
 
 CASES: dict[str, Case] = {}
@@ -122,6 +124,7 @@ CASES |= {
     "row norm": replace(row, norm=(1e-5, False, 0.0)),
     "row norm with a vector": replace(row, norm=(1e-5, True, 0.0), bias="row"),
     "row norm with a vector and 1": replace(row, norm=(1e-6, True, 1.0), inner=(61,), columns=(33, 17)),
+    "row norm by its length": replace(row, norm=(0.9, True, 0.0), clamps=True),
     "row norm adapters": replace(row, norm=(1e-5, True, 1.0), inner=(72, 8), scales=(1.0, 0.25), bias="row"),
 }
 for rows in (2, 3, 4):
@@ -225,7 +228,7 @@ def errors(name: str) -> float:
 
     def fn(a: Any, b: Any, bias: Any, gain: Any) -> Any:
         plain = a, b, bias, offsets, groups, scales, names, case.gated, a[0].dtype, case.wide
-        found = BLOCK_MM(*plain, 0, eps, gain, shift)
+        found = BLOCK_MM(*plain, 0, eps, gain, shift, case.clamps)
         return [torch.relu(y) * 2 + 1 for y in found] if case.tail else found
 
     # Not the tiles of a table, which has some for 3 rows.
@@ -243,7 +246,19 @@ def errors(name: str) -> float:
     wide = [[t.double() for t in tensors] for tensors in (a, b, bias)]
     wide_gain = None if gain is None else gain.double()
     plain = Call(
-        *wide, offsets, groups, scales, names, case.gated, torch.float64, "", 0, eps, wide_gain, shift
+        *wide,
+        offsets,
+        groups,
+        scales,
+        names,
+        case.gated,
+        torch.float64,
+        "",
+        0,
+        eps,
+        wide_gain,
+        shift,
+        case.clamps,
     )
     exact = composite(plain)
     exact = [torch.relu(y) * 2 + 1 for y in exact] if case.tail else exact

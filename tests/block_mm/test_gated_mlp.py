@@ -260,3 +260,15 @@ def test_left_alone(name: str) -> None:
     assert not seen.fused("gated_mlp") and (name != "returned" or seen.fused("qkv") == 1)
     (reason,) = seen.reasons("gated_mlp")
     assert says in (*seen.codes("gated_mlp"), "") or says in reason, reason
+
+
+def test_experts_by_grouped_mm() -> None:
+    """Tokens in the order of their experts, each of which has a matrix; the operation takes no float64."""
+
+    def fn(x: Any, y: Any, w: Any, v: Any, ends: Any) -> Any:
+        return F.silu(F.grouped_mm(x, w, offs=ends)) * F.grouped_mm(y, v, offs=ends)
+
+    x, w, v = rand(48, 64, grad=False), rand(4, 64, 128, grad=False), rand(4, 64, 128, grad=False)
+    ends = torch.tensor([16, 16, 40, 48], dtype=torch.int32)
+    assert run(lambda *args: fn(x, *args), (x, w, v, ends)).codes("gated_mlp") == ["limit"]
+    assert not run(fn, (x, x.flip(0), w, v, ends)).codes("gated_mlp")

@@ -62,6 +62,16 @@ class Last(Llama):
         return super().forward(x[:, None])[:, -1:].squeeze(1)
 
 
+def written(formula: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[], nn.Module]:
+    """A norm as a formula of x and the mean of its squares, with a weight behind it."""
+
+    class Written(Llama):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return formula(x, x.square().mean(-1, keepdim=True)) * self.weight
+
+    return Written
+
+
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "llama": Llama,
     "gemma": Gemma,
@@ -69,6 +79,18 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
     "twice": Twice,
     "last": Last,
     "torch": lambda: nn.RMSNorm(64, eps=1e-6),
+    "reciprocal": written(lambda x, mean: x * (1 / torch.sqrt(mean + 1e-5))),
+    "quotient": written(lambda x, mean: x / (mean + 1e-5).sqrt()),
+    "power": written(lambda x, mean: x * (mean + 1e-5) ** -0.5),
+    "root as a power": written(lambda x, mean: x / (mean + 1e-5).pow(0.5)),
+    "sum": written(lambda x, mean: x * torch.rsqrt(x.square().sum(-1, keepdim=True) / 64 + 1e-5)),
+    "sum without its dim": written(lambda x, mean: x * torch.rsqrt(x.square().sum(-1) + 1e-5)[..., None]),
+    "another factor": written(lambda x, mean: x * torch.rsqrt(mean + 1e-5) * 0.3),
+    "normalize": written(lambda x, mean: F.normalize(x, dim=-1) * 64**0.5),
+    "by its length": written(lambda x, mean: x / x.norm(dim=-1, keepdim=True) * 8),
+    "clamped length": written(lambda x, mean: x / (x.norm(dim=-1, keepdim=True) / 8).clamp(min=0.3)),
+    "clamped mean": written(lambda x, mean: x * torch.rsqrt(mean.clamp(min=2.0)) * 2),
+    "in parts": written(lambda x, mean: x / torch.sqrt((mean * 3 + 1e-5) / 2) * 2),
 }
 
 
@@ -134,22 +156,51 @@ def test_read_elsewhere(other: Callable[..., Any], why: str) -> None:
 @pytest.mark.parametrize(
     "norm",
     [
-        lambda x, w: F.layer_norm(x, (64,), w),
         lambda x, w: x * torch.rsqrt(x.square().mean(0, keepdim=True) + 1e-5) * w,
-        lambda x, w: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-5) * w,
+        lambda x, w: x * torch.rsqrt(x.square().mean(-1, keepdim=True) - 1e-5) * w,
         lambda x, w: x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True).abs() + 1e-5) * w,
         lambda x, w: (x + 1) * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w,
-        lambda x, w: x * torch.rsqrt(x.square().mean(-1, keepdim=True)) * w,
+        lambda x, w: x * (x.square().mean(-1, keepdim=True) + 1e-5) ** -0.25 * w,
+        lambda x, w: x * torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w,
         lambda x, w: (
             (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w).to(torch.float8_e4m3fn).to(BF16)
         ),
     ],
-    ids=["layer norm", "over rows", "sum", "cube", "of another", "no eps", "rounded"],
+    ids=["over rows", "less eps", "cube", "of another", "fourth root", "times the root", "rounded"],
 )
 def test_no_norm(norm: Callable[..., Any]) -> None:
     args = (rand(2, 64, grad=False), rand(64, grad=False), rand(96, 64, grad=False))
     seen = run(lambda x, w, weight: F.linear(norm(x, w).to(weight.dtype), weight), args)
     assert seen.fused("linear_epilogue") == 1 and seen.fused("norm_linear") == 0
+
+
+OTHERS: dict[str, Callable[..., torch.Tensor]] = {
+    "layer norm": lambda x, w: F.layer_norm(x, (64,), w, w),
+    "layer norm by hand": lambda x, w: (
+        (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5) * w
+    ),
+    "weight in the root": lambda x, w: x * (torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w),
+    "eps added to the root": lambda x, w: x / (x.norm(dim=-1, keepdim=True) + 1e-2) * w,
+    "smallest norm of 0": lambda x, w: F.normalize(x, dim=-1, eps=1e-25) * w,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_norms(name: str) -> None:
+    """Which no kernel computes: that is said."""
+    args = (rand(2, 64, grad=False), rand(64, grad=False), rand(96, 64, grad=False))
+    seen = check(lambda x, w, weight: F.linear(OTHERS[name](x, w), weight), args, budget=3.0)
+    assert seen.fused("linear_epilogue") == 1
+    assert seen.codes("norm_linear") == ["range" if name == "smallest norm of 0" else "norm"]
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-14, 1.0])
+def test_rows_of_small_numbers(size: float) -> None:
+    """What is smaller than the smallest norm is divided by that."""
+    norm, linear = NORMS["normalize"]().to(BF16), nn.Linear(64, 96).to(BF16)
+    with torch.no_grad():
+        seen = check(nn.Sequential(norm, linear).requires_grad_(False), (rand(2, 64, grad=False) * size,))
+    assert seen.fused("norm_linear") == 1
 
 
 def test_a_mean_without_its_dim() -> None:

@@ -251,6 +251,12 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
         ).sum(-1),
         "through matrices",
     ),
+    "one by one, through a matrix of each pair": (
+        lambda x, t: [t[:, i : i + 1] @ matrices_of_pairs(x)[i] * t[:, 4:5] for i in range(4)],
+        "through matrices",
+    ),
+    "without a sum": (lambda x, t: nn.functional.relu(t[:, LI] * t[:, LJ]), "without a sum"),  # AFM
+    "without a sum, of two": (lambda x, t: t[:, LI] * (t + 1)[:, LJ], None),
     "two through a matrix": (
         lambda x, t: [nn.functional.linear(t[:, i], (x.t() @ x)) * t[:, 4] for i in range(2)], None
     ),

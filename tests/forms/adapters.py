@@ -357,6 +357,13 @@ def rotated_input(x: Any, w: Any, q: Any) -> Any:
     return F.linear(torch.einsum("...gi,gij->...gj", x.view(2, 48, 8, 8), q - q.mT).reshape(2, 48, 64), w)
 
 
+@form(X, "frozen 128x64", (8, 8, 8), (8, 8, 8), left=(1, 1), reasons=("limit", "limit"))
+def rotated_twice(x: Any, w: Any, q: Any, r: Any) -> Any:
+    """BOFT: the second blocks have one column of each of the first."""
+    turned = torch.einsum("...gi,gij->...gj", x.view(2, 48, 8, 8), q).transpose(-1, -2)
+    return F.linear(torch.einsum("...gi,gij->...gj", turned, r).reshape(2, 48, 64), w)
+
+
 @form(X, "frozen 128x64", (8, 8), left=(2, 2), reasons=("shapes", "shapes"))
 def mora(x: Any, w: Any, m: Any) -> Any:
     return F.linear(x, w) + F.linear(x.view(2, 48, 8, 8).sum(2), m).repeat(1, 1, 16)

@@ -50,7 +50,7 @@ def parts_in_the_middle(x: Any, w: Any) -> Any:
     return F.silu(h[..., 0, :]) * h[..., 1, :]
 
 
-@form(X, "frozen 2x64x128", left=(1, 1))
+@form(X, "frozen 2x64x128", left=(1, 1), reasons=("another order", "another order"))
 def parts_in_front_turned(x: Any, w: Any) -> Any:
     """Columns are in front of the rows."""
     gate, up = torch.einsum("bnd,cdf->cbfn", x, w)
@@ -64,7 +64,7 @@ def parts_of_heads(x: Any, w: Any) -> Any:
     return F.silu(gate) * up
 
 
-@form(X, "frozen 2x64x4x32", left=(1, 1), reasons=("layout", "layout"))
+@form(X, "frozen 2x64x4x32", left=(1, 1), reasons=("parts of heads", "parts of heads"))
 def columns_of_heads(x: Any, w: Any) -> Any:
     """The first columns of each head, which are not the first columns of the product."""
     h = torch.einsum("bnd,cdhf->cbnhf", x, w)[0]
@@ -241,6 +241,13 @@ def bias_of_the_gate_by_itself(x: Any, w: Any, v: Any, b: Any) -> Any:
 def packed_with_a_number_of_each_row(x: Any, w: Any, c: Any) -> Any:
     gate, up = (F.linear(x, w) + c).chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+@form(X, (2, 1, 64), "frozen 256x64", left=(0, 1), reasons=("", "used-elsewhere"))
+def gate_of_a_modulated_input(x: Any, c: Any, w: Any) -> Any:
+    """The input is in memory for the linear alone, and the parts of its result are no copies."""
+    gate, up = F.linear(x * (1 + c), w).chunk(2, dim=-1)
+    return up * F.gelu(gate)
 
 
 @form(X, "frozen 128x64", "frozen 128x64", reasons=("", "used-elsewhere"))

@@ -91,3 +91,66 @@ def softmax_by_hand(h: Any, w: Any, y: Any) -> Any:
     logits = F.linear(h, w)
     e = torch.exp(logits - logits.max(-1, keepdim=True)[0])
     return -torch.log((e / e.sum(-1, keepdim=True)).gather(-1, y[..., None])).mean()
+
+
+#: A batch of images and one of texts, each in fewer vectors than these are wide.
+PAIRS = ((16, 32), (16, 32))
+
+
+@form(*PAIRS, left=(0, 0), reasons=("read by diag", "read by diag"))
+def rows_of_a_batch_against_all(a: Any, b: Any) -> Any:
+    """InfoNCE: as many classes as rows, which are few."""
+    return -F.log_softmax(a @ b.t() * 5, dim=1).diag().mean()
+
+
+@form(*PAIRS, left=(0, 0), reasons=("over the rows", "over the rows"))
+def columns_of_a_batch_against_all(a: Any, b: Any) -> Any:
+    """The other direction of CLIP."""
+    return -F.log_softmax(a @ b.t() * 5, dim=0).diagonal().mean()
+
+
+@form(*PAIRS, left=(0, 0), reasons=("masked_fill is between", "masked_fill is between"))
+def without_the_positive_pair(a: Any, b: Any) -> Any:
+    scores = a @ b.t() / 0.3
+    negatives = scores.masked_fill(torch.eye(16, dtype=torch.bool), float("-inf"))
+    return (torch.logsumexp(negatives, 1) - scores.diagonal()).mean()
+
+
+@form(*PAIRS, left=(0, 0), reasons=("written as exponentials", "written as exponentials"))
+def labels_of_several_rows(a: Any, b: Any) -> Any:
+    """SupCon: the largest of each row is taken off, and a row is not compared with itself."""
+    z = F.normalize(torch.cat([a, b]), dim=1)
+    scores = z @ z.t() / 0.3
+    scores = scores - scores.max(dim=1, keepdim=True)[0].detach()
+    others = 1 - torch.eye(32, dtype=z.dtype)
+    logs = scores - torch.log((torch.exp(scores) * others).sum(1, keepdim=True))
+    same = (torch.arange(32)[:, None] % 3 == torch.arange(32) % 3).to(z.dtype) * others
+    return -((same * logs).sum(1) / same.sum(1)).mean()
+
+
+@form(*PAIRS, (), reasons=("of each pair", "of each pair"))
+def sigmoid_of_few_pairs(a: Any, b: Any, scale: Any) -> Any:
+    signs = 2 * torch.eye(16, dtype=a.dtype) - 1
+    return -F.logsigmoid(signs * (torch.matmul(a, b.t()) * scale.exp() - 1)).sum(-1).mean()
+
+
+#: A few classes, of which each token has some.
+LABELS = ((16, 32), (8, 32), lambda: (torch.arange(128).view(16, 8) % 5 == 0).bfloat16())
+_OF_EACH_CLASS = {"reasons": ("of each class", "of each class")}
+
+
+@form(*LABELS, **_OF_EACH_CLASS)
+def binary_by_hand(h: Any, w: Any, y: Any) -> Any:
+    p = torch.sigmoid(F.linear(h, w))
+    return -(y * torch.log(p + 1e-3) + (1 - y) * torch.log(1 - p + 1e-3)).mean()
+
+
+@form(*LABELS, **_OF_EACH_CLASS)
+def binary_of_probabilities(h: Any, w: Any, y: Any) -> Any:
+    return F.binary_cross_entropy(torch.sigmoid(F.linear(h, w)), y.to(h.dtype))
+
+
+@form(*LABELS, **_OF_EACH_CLASS)
+def binary_by_softplus(h: Any, w: Any, y: Any) -> Any:
+    logits = F.linear(h, w)
+    return (F.softplus(logits) - logits * y).mean()

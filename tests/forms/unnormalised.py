@@ -205,3 +205,39 @@ def keys_of_two_halves(q: Any, first: Any, second: Any, values: Any) -> Any:
     scores, chosen = (s1[:, :, None] + s2[:, None]).flatten(1).topk(4, -1)
     rows = (i1[:, :, None] * 12 + i2[:, None]).flatten(1).gather(1, chosen)
     return F.embedding_bag(rows, values, per_sample_weights=scores.softmax(-1), mode="sum")
+
+
+#: Pixels whose channels are in front.
+IMAGES = ((2, 4, 20),) * 3
+
+
+@form(*IMAGES, fused=0, reasons=("a scale, and no softmax",))
+def pixels_by_their_number(q: Any, k: Any, v: Any) -> Any:
+    """The dot product of non-local networks."""
+    pairs = torch.matmul(q.permute(0, 2, 1), k)
+    return torch.matmul(pairs / pairs.size(-1), v.permute(0, 2, 1)).permute(0, 2, 1)
+
+
+@form(*QKV, fused=0, reasons=("a scale, and no softmax",))
+def tokens_by_their_number(q: Any, k: Any, v: Any) -> Any:
+    return torch.einsum("bhij,bhjd->bhid", torch.einsum("bhid,bhjd->bhij", q, k) / 9, v)
+
+
+@form(*((2, 4, 20, 8),) * 3, fused=0, reasons=())
+def keys_and_values_by_their_number(q: Any, k: Any, v: Any) -> Any:
+    """A linear attention: that product is none of pairs of tokens."""
+    return (k.mT @ v / 20).mT @ q.mT
+
+
+@form(
+    (2, 9, 2, 8),
+    (2, 9, 2, 8),
+    (2, 9, 2, 8),
+    (2, 9, 9, 2, 8),
+    fused=0,
+    reasons=("with dims in another order",),
+)
+def edges_of_all_pairs(q: Any, k: Any, v: Any, edges: Any) -> Any:
+    """Graph transformers: the sum over all keys stands in front of the heads."""
+    w = ((q.unsqueeze(2) * k.unsqueeze(1)) * edges).sum(-1).clamp(-5, 5).exp()
+    return torch.einsum("bijh,bjhd->bihd", w, v) / w.sum(2).unsqueeze(-1)

@@ -74,6 +74,17 @@ def test_a_linear_attention_is_no_rotation() -> None:
     assert not [site for site in check(fn, args, budget=2.0).sites if site.fusion == "lora"]
 
 
+def test_gradients_of_a_normalised_linear_attention_are_no_adapters() -> None:
+    """Two products of low rank are added to the gradient of the divisor, which reads other values."""
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        totals = torch.einsum("bld,bd->bl", q, k.sum(1))
+        return torch.einsum("bld,bdm->blm", q, torch.einsum("bld,blm->bdm", k, v)) / totals[..., None]
+
+    args = [torch.rand(8, 16, 8).add(0.5).bfloat16().requires_grad_() for _ in range(3)]
+    assert not [site for site in run(fn, args, train=True).sites if site.fusion == "lora"]
+
+
 def test_float16_whose_factor_overflows() -> None:
     """What A gives is in the range of float16, twice that is not, and the result is."""
     x, w, a, b = (torch.full(shape, fill, dtype=torch.float16) for shape, fill in (

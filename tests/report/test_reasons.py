@@ -337,6 +337,9 @@ REACHED: dict[Reason, Callable[[], list[Site] | None]] = {
         lambda x, w, v: F.silu(F.linear(x, w)) * F.linear(x, v).clamp(-7, 7),
         *(rand(rows, 64) for rows in (32, 96, 96)),
     ),
+    Reason.NORM: lambda: after(
+        lambda x, w: F.linear(F.layer_norm(x, (64,)), w), rand(1, 64), rand(96, 64)
+    ),
     Reason.PAIRS: lambda: before(lambda t: torch.bmm(t, t.mT).flatten(1), rand(4, 8, 16)),
     Reason.OUTER_PRODUCT: lambda: before(
         lambda u, v, w: F.linear(torch.einsum("sbi,scj->bcij", u, v).flatten(2), w),

@@ -5,6 +5,8 @@ They are a sigmoid of the scores, a square of relu, decays; or a softmax over th
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from ..._inductor import known_true
@@ -12,7 +14,7 @@ from ...effects.liveness import readers
 from ...fusion import Candidate, Rejected, Reported
 from ...graph.dims import is_transposed
 from ...graph.einsum import equation
-from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, TRANSPOSES, VIEWS, Op, read, tensor
+from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, TRANSPOSES, VIEWS, Op, read, scaled_by, tensor
 from ...operands import text
 from ...reasons import Reason
 from .operands import product
@@ -24,6 +26,8 @@ _FUNCTIONS = frozenset(
     "softplus exp exp2 normalize".split()
 )
 _MASKS = frozenset("tril triu masked_fill where mul".split())
+#: What is said where numbers alone multiply the products.
+_SCALE = "a scale"
 _PASSED = (
     _FUNCTIONS
     | _MASKS
@@ -58,8 +62,8 @@ def without_softmax(node: fx.Node) -> Candidate | None:
     except Rejected:
         return None
     for weights, values_turned in zip(sides, reversed(turned), strict=True):
-        name = _function(weights) if isinstance(weights, fx.Node) else ""
-        if name and not values_turned:
+        name, channels_first = _function(weights) if isinstance(weights, fx.Node) else ("", False)
+        if name and (channels_first or not values_turned):
             why = Reason.IN_BETWEEN.rejected(
                 f"{name}, and no softmax, is between the product of q and k and the product with v",
                 "nothing: fused kernels compute the softmax of the scores",
@@ -100,22 +104,30 @@ def _behind(node: fx.Node, passed: frozenset[str], ends: frozenset[str]) -> list
     return found
 
 
-def _function(weights: fx.Node) -> str:
-    """The last function that makes weights of the products of queries and keys; "" of other tensors."""
-    waiting, seen, found = [(weights, "")], {weights}, ""
+def _function(weights: fx.Node) -> tuple[str, bool]:
+    """The last function that makes weights of the products of queries and keys; "" of other tensors.
+
+    And whether the channels of both are in front of the tokens.
+    """
+    waiting, seen, found = [(weights, "")], {weights}, ("", False)
     while waiting and len(seen) < _REACH:
         node, name = waiting.pop(0)
         op = read(node)
         if op is None or op.name not in _READ:
             continue
         if op.name in SOFTMAXES or (op.name in EXPONENTIALS and weights_of(node) is not None):
-            return ""
+            return "", False
         if op.name in PRODUCTS | ADDING:
-            found = found or (name if _is_of_pairs(op) else "")
+            pairs, scores = _pairs(op), tensor(node)
+            # The product of keys and values of a linear attention sums over all keys.
+            wide = pairs is not None and scores is not None and known_true(pairs[0] <= scores.shape[-1])
+            if pairs is not None and not found[0] and (name != _SCALE or wide):
+                found = name, pairs[1]
             continue
-        scales = op.name == "mul" and not all(isinstance(side, fx.Node) for side in (op.input, op["other"]))
-        if name not in _FUNCTIONS and (
-            op.name in _FUNCTIONS or (not name and op.name in _MASKS and not scales)
+        if scaled_by(op) is not None:
+            name = name or _SCALE
+        elif name not in _FUNCTIONS and (
+            op.name in _FUNCTIONS or (name in ("", _SCALE) and op.name in _MASKS)
         ):
             name = op.name
         before = tensor(node)
@@ -129,20 +141,24 @@ def _function(weights: fx.Node) -> str:
     return found
 
 
-def _is_of_pairs(op: Op) -> bool:
-    """Whether a batch of products is that of two lists of vectors, and no linear of each."""
+def _pairs(op: Op) -> tuple[Any, bool] | None:
+    """Of the product of two lists of vectors: their size, and whether that is not the last dim of the first.
+
+    None of a linear of each.
+    """
+    left, right = (op["batch1"], op["batch2"]) if op.name == "baddbmm" else (op.input, op["other"])
     if op.name == "einsum":
         try:
             found = equation(op)
         except Rejected:
-            return False
+            return None
         summed = [c for c in found.first if c in found.second and c not in found.result]
-        dims = min(len(found.first), len(found.second))
-        return (
-            dims > 2
-            and len(summed) == 1
-            and (summed[0] == found.first[-1]) == (summed[0] == found.second[-1])
-        )
-    left, right = (op["batch1"], op["batch2"]) if op.name == "baddbmm" else (op.input, op["other"])
-    ranks = [value.dim() for value in map(tensor, (left, right)) if value is not None]
-    return len(ranks) == 2 and min(ranks) > 2 and is_transposed(left) != is_transposed(right)
+        dims, value = min(len(found.first), len(found.second)), tensor(found.left)
+        turned = [letters[-1] not in summed for letters in (found.first, found.second)]
+        if dims < 3 or len(summed) != 1 or turned[0] != turned[1] or value is None:
+            return None
+        return value.shape[found.first.index(summed[0])], turned[0]
+    one, other = tensor(left), tensor(right)
+    if one is None or other is None or min(one.dim(), other.dim()) < 3:
+        return None
+    return (one.shape[-1], is_transposed(left)) if is_transposed(left) != is_transposed(right) else None

@@ -160,7 +160,9 @@ def _divided(op: Op) -> Softmax:
     if weights is None or sums.least > 1 or not 0 <= 8 * sums.more <= torch.finfo(weights.dtype).eps:
         raise Reason.IN_BETWEEN.rejected("a number is added to the sum of the exponentials, or bounds it")
     if not sums.keeps:
-        raise Reason.SHAPES.rejected("the exponentials are divided by sums over another dim")
+        raise Reason.SHAPES.rejected(
+            "the exponentials are divided by sums over another dim, or with dims in another order"
+        )
     shifted, exps = read(exp.input), twins(exp)
     if shifted is None or shifted.name != "sub" or shifted["alpha"] is not None:
         raise Rejected(_OVERFLOWS, _HINT)

@@ -43,6 +43,8 @@ def how(node: fx.Node) -> str:
         return f"all products are read, through {op.name}" if rows and _squared_at(source) else ""
     if op.name in ("getitem", "index_select") and _begins_products(node):
         return BY_MATRICES
+    if op.name in ("getitem", "index_select") and _begins_unsummed(node):
+        return "pairs are multiplied without a sum"
     if op.name == "masked_select":
         return "pairs are selected by a mask" if _squared_at(source) else ""
     if not isinstance(index, tuple) or len(index) != 2 or index[0] != WHOLE:
@@ -103,6 +105,20 @@ def _begins_products(node: fx.Node) -> bool:
     return gathered(node) is not None or len(set[fx.Node]().union(*map(products, takers))) >= 3
 
 
+def _begins_unsummed(node: fx.Node) -> bool:
+    """Whether a node takes the features that others multiply one by one, and no sum follows (AFM)."""
+    t = gathered(node)
+    for product in readers(node) if t is not None else ():
+        op = read(product)
+        if op is None or op.name != "mul" or op.input is not node or t is None:
+            continue
+        other = gathered(op["other"])
+        names = {by.name for by in map(read, readers(product)) if by is not None}
+        if other is not None and other[0] is t[0] and other[1] is not t[1] and "sum" not in names:
+            return True
+    return False
+
+
 def _begins_loop(node: fx.Node) -> bool:
     """Whether a sum is the first of three products of two features, or more, such as a loop computes."""
     op = read(node)
@@ -125,13 +141,13 @@ def _begins_loop(node: fx.Node) -> bool:
 
 
 def _feature(node: Any) -> fx.Node | None:
-    """The features of which a node is one: `t[:, 2]`, `t.unbind(1)[2]`."""
+    """The features of which a node is one: `t[:, 2]`, `t[:, 2:3]`, `t.unbind(1)[2]`."""
     taken = selection(node)
     if taken is None:
         return None
     if taken.part is not None:
         return taken.nodes[1]
-    return taken.source if is_row(taken, keeps_dim=False) else None
+    return taken.source if any(is_row(taken, keeps_dim) for keeps_dim in (False, True)) else None
 
 
 def _squared_at(z: Any) -> bool:

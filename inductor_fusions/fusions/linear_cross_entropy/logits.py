@@ -88,7 +88,7 @@ def walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> Logits:
     columns: tuple[int, int] | None = None
     head: Head | None = None
     shift, shifted, narrow = 0.0, 0, None
-    while (operands := _linear(node)) is None:
+    while (operands := product_of(node)) is None:
         op = read(node)
         source = op.input if op is not None else None
         value = tensor(node)
@@ -229,7 +229,7 @@ def _of_einsum(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, None] | None:
     return None
 
 
-def _linear(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, fx.Node | None] | None:
+def product_of(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, fx.Node | None] | None:
     """(input, weight, whether its rows are the classes, bias) of a product with a matrix."""
     found = linear_of(node) or _of_einsum(node)
     if found is None:

@@ -8,6 +8,7 @@ what lies between the linear and the loss.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +19,11 @@ from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.dims import SELECTS, is_over_last, permutation, selection
-from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, linear_of, read, spellings
+from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, read, spellings
 from ...operands import holds, tensor
 from ...reasons import Reason
 from . import log_probabilities
-from .logits import Logits, is_as_wide, walk
+from .logits import Logits, is_as_wide, product_of, walk
 from .parts import rows_of
 
 #: What a loss is looked for by, beside log-probabilities.
@@ -30,21 +31,31 @@ _LOSSES = ("cross_entropy", "nll_loss")
 _REDUCTIONS: dict[Any, str] = {0: "none", 1: "mean", 2: "sum"}
 #: The operations of hand-written losses.
 _SOFTMAXES = ("log_softmax", "logsumexp")
+_BINARY = "the loss is binary, of each class, and not of a softmax"
 #: Other losses, whose logits no kernel reads.
 _OTHERS = {
     "softmax": "the loss reads probabilities of a softmax, and not its logarithm, a log_softmax",
-    "binary_cross_entropy_with_logits": "the loss is binary, of each class, and not of a softmax",
-    "log_sigmoid": "the loss is binary, of each pair, and not of a softmax",
     "exp": "the loss is written as exponentials and their sum",
-}
-#: What may be between logits and a sigmoid or an exponential, each with a second operand.
-_BINARY = frozenset("mul div add sub neg".split()) | CASTS | VIEWS
-#: What makes probabilities of probabilities, such as those of copied words.
-_MIXES = (
-    frozenset("mul div add sub sum clamp clamp_min getitem scatter_add scatter_add_ index_add pad".split())
-    | {"cat"}
+    "log_sigmoid": "the loss is binary, of each pair, and not of a softmax",
+    "sigmoid": _BINARY, "softplus": _BINARY, "binary_cross_entropy": _BINARY,
+    "binary_cross_entropy_with_logits": _BINARY, "multilabel_soft_margin_loss": _BINARY,
+}  # fmt: skip
+#: What makes other things than losses as well: probabilities of routers, gates, decays.
+_OF_ROUTERS = ("softmax", "exp", "logsumexp")
+_OF_GATES = ("sigmoid", "softplus", "log_sigmoid")
+#: What may be between a linear and another loss, with a second operand or without.
+_POINTWISE = (
+    frozenset("mul div add sub neg sigmoid clamp masked_fill masked_select where max amax detach".split())
     | CASTS
+    | VIEWS
+    | TRANSPOSES
+    | COPIES
+)
+#: What makes probabilities of probabilities, such as those of copied words, or a number of a loss.
+_MIXES = (
+    _POINTWISE
     | SELECTS
+    | frozenset("sum mean pow clamp_min getitem scatter_add index_add pad cat log".split())
 )
 #: What may stand between logits and a loss.
 _PASSED = (
@@ -103,29 +114,22 @@ def site(node: fx.Node) -> Site | Unread | None:
 def written_out(node: fx.Node) -> Unread | None:
     """The softmax of a linear's logits that no loss above reads, as in distillation, or another loss."""
     op = read(node)
-    if op is None:
+    linear = None if op is None else _linear_before(op.input)
+    if op is None or linear is None or not _is_loss(op, linear):
         return None
-    logits = _linear_before(op.input) if op.name in ("log_sigmoid", "exp") else op.input
-    if op.name in (*_SOFTMAXES, "softmax") and not is_over_last(op):
-        return None
-    if logits is None or (op.name in ("softmax", "exp") and not _reaches_log(node)):
-        return None
-    if op.name == "exp" and not any(map(_sums_classes, readers(node))):
-        return None
-    try:
-        found = walk(logits, [], [])
-    except Rejected:
-        return None
-    h, w = tensor(found.h), tensor(found.w)
-    assert h is not None and w is not None
-    losses, ends = behind(found.linear)
-    if losses:
-        return None  # which are sites of their own
-    # A few classes are those of a router or a classifier, whose logits are small.
-    if not ends or not known_true(w.numel() >= h.shape[-1] ** 2):
-        return None
+    losses, ends = behind(linear)
+    if losses or not ends:
+        return None  # those are sites of their own
     if op.name in _OTHERS:
         return Unread(node, Reason.LOSS.rejected(_OTHERS[op.name], "F.cross_entropy(logits, labels)"))
+    if not is_over_last(op):
+        return Unread(
+            node, Reason.LOSS.rejected(f"{op.name} is over the rows of the logits, not the classes")
+        )
+    try:
+        walk(op.input, [], [])
+    except Rejected as why:
+        return Unread(node, why)
     what = " and ".join(sorted(ends)[:4])
     return Unread(
         node,
@@ -136,31 +140,48 @@ def written_out(node: fx.Node) -> Unread | None:
     )
 
 
+def _is_loss(op: Op, linear: fx.Node) -> bool:
+    """Whether an operation on logits makes a loss of them.
+
+    A few classes may be those of a router, unless they are as many as the rows: then pairs are compared.
+    """
+    found, logits = product_of(linear), tensor(linear)
+    h = None if found is None else tensor(found[0])
+    assert h is not None and logits is not None
+    classes, rows = logits.shape[-1], logits.shape[:-1].numel()
+    if op.name in _OF_ROUTERS and not (known_true(classes >= h.shape[-1]) or known_true(classes == rows)):
+        return False
+    if op.name in ("softmax", "exp", "sigmoid") and not _reaches(op.node, _is_picked):
+        return False
+    return op.name not in _OF_GATES or _reaches(op.node, _is_number)
+
+
 def _linear_before(node: Any, steps: int = 8) -> fx.Node | None:
     """The first linear in front of pointwise operations, whose other operands are no logits of a head."""
     op = read(node)
-    if isinstance(node, fx.Node) and linear_of(node) is not None:
+    if isinstance(node, fx.Node) and product_of(node) is not None:
         return node
-    if op is None or op.name not in _BINARY or not steps:
+    if op is None or op.name not in _POINTWISE or not steps:
         return None
     found = (_linear_before(each, steps - 1) for each in node.all_input_nodes)
     return next((each for each in found if each is not None), None)
 
 
-def _sums_classes(node: fx.Node) -> bool:
-    op = read(node)
-    return op is not None and op.name == "sum" and is_over_last(op)
+def _is_picked(op: Op) -> bool:
+    return op.name in ("log", "gather", "take_along_dim")
 
 
-def _reaches_log(weights: fx.Node, steps: int = 6) -> bool:
-    """Whether probabilities are picked, or reach a logarithm; they may be mixed with others before."""
-    for user in readers(weights):
-        op = read(user)
-        if op is None:
-            continue
-        if op.name in ("log", "gather", "take_along_dim"):
-            return True
-        if op.name in _MIXES and steps and _reaches_log(user, steps - 1):
+def _is_number(op: Op) -> bool:
+    value = tensor(op.node)
+    return value is not None and not value.dim()
+
+
+def _reaches(node: fx.Node, ends: Callable[[Op], bool], steps: int = 8) -> bool:
+    """Whether probabilities reach such an operation; they may be mixed with others before."""
+    for op in map(read, readers(node)):
+        if op is not None and (
+            ends(op) or (op.name in _MIXES and steps and _reaches(op.node, ends, steps - 1))
+        ):
             return True
     return False
 

@@ -347,7 +347,7 @@ def alone(up: fx.Node) -> Said:
             return NO_PRODUCT
         if by is None and user.target not in RESHAPES and user.target not in CASTS and scaled(user) is None:
             reader = guards.called(user)
-            return Reason.NO_BASE(f"{reader} reads the result of the two products, and no base is added")
+            return Reason.NO_BASE(f"{reader} reads the result of the two products, to which no base is added")
         node = user
     return Reason.NO_BASE("the result of the two products is not added to anything")
 

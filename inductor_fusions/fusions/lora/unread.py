@@ -103,7 +103,7 @@ def _of_up(up: fx.Node) -> str:
             x: Any = first.args[0]
             inner = value(x).shape[2]
         if is_low_rank(rank, inner, columns):
-            return BATCH if _is_added(up, (*_TURNED, *RESHAPES, *_SUMS)) else ""
+            return BATCH if _is_added(up, (*_TURNED, *RESHAPES, *_SUMS), first) else ""
         return MERGED if _is_merged(up.args[1]) else ROTATED if _rotates(up) else ""
     if up.target is aten._fft_c2r.default:
         return CIRCULANT if _is_added(up, (*_TURNED, *RESHAPES, *CASTS)) else ""
@@ -142,13 +142,23 @@ def _narrow(up: fx.Node) -> tuple[Any, tuple[Any, Any, Any]]:
     )
 
 
-def _is_added(node: fx.Node, passed: Sequence[Any]) -> bool:
-    """Whether a result is added to a product, behind operations of `passed`."""
+def _is_added(node: fx.Node, passed: Sequence[Any], first: Any = None) -> bool:
+    """Whether a result is added to a product, behind operations of `passed`.
+
+    Args:
+        first: the first product of a batch of adapters; a batch of products is a base if it reads what this
+            reads, and else another gradient, as of an attention without a softmax.
+    """
     waiting = [node]
     for each in waiting:
         waiting += [user for user in each.users if user.target in passed and user not in waiting]
     ends = [user for each in waiting for user in each.users if user.target not in passed]
-    return any(map(_adds_product, additions_behind([node, *ends])))
+    own = [] if first is None else _batch_operands(first)
+
+    def has_base(addition: fx.Node) -> bool:
+        return first is None or any(_is_base(term, own, value(addition).numel()) for term in _terms(addition))
+
+    return any(_adds_product(each) and has_base(each) for each in additions_behind([node, *ends]))
 
 
 def _rotates(node: fx.Node) -> bool:
@@ -159,6 +169,8 @@ def _rotates(node: fx.Node) -> bool:
     x: Any = node.args[0]
     blocks: Any = node.args[1]
     source = _turned(x)
+    while isinstance(source, fx.Node) and source.target is aten.bmm.default:  # which is rotated before (BOFT)
+        source = _turned(source.args[0])
     _, rank, columns = value(blocks).shape
     width = value(source).shape[-1] if tensor(source) is not None and value(source).dim() else 0
     sizes = all(isinstance(size, int) for size in (rank, columns, width))
@@ -177,9 +189,31 @@ def _rotates(node: fx.Node) -> bool:
 
 def _adds_product(node: fx.Node) -> bool:
     """Whether both terms of an addition are products or sums. A residual is no base, nor is an attention."""
-    terms = [_turned(_core(term)) for term, _ in summands(node)]
+    terms = _terms(node)
     known = [isinstance(t, fx.Node) and (t.target in BASES or is_sum(t) or product(t)) for t in terms]
     return not terms or all(known)
+
+
+def _terms(node: fx.Node) -> list[Any]:
+    """What an addition adds, behind casts, views and numeric factors."""
+    return [_turned(_core(term)) for term, _ in summands(node)]
+
+
+def _is_base(term: Any, own: Sequence[fx.Node], size: Any) -> bool:
+    """Whether a term, or one of a sum that it is, may be the base of adapters whose input is in `own`."""
+    if not isinstance(term, fx.Node):
+        return False
+    if summands(term):
+        return any(_is_base(each, own, size) for each in _terms(term))
+    if term.target is not aten.bmm.default:
+        return term.target in BASES or product(term) is not None
+    sides = zip(own, _batch_operands(term), strict=False)
+    return known_true(value(term).numel() == size) and any(identity(a) == identity(b) for a, b in sides)
+
+
+def _batch_operands(node: fx.Node) -> list[fx.Node]:
+    """Both operands of a product, without what is added to it."""
+    return [x for x in node.args[-2:] if isinstance(x, fx.Node)]
 
 
 def _is_weight(node: fx.Node, steps: int = 8) -> bool:

@@ -13,139 +13,31 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from .. import config
-from .._inductor import max_autotune
-from ..block_mm import guards
-from ..block_mm.heuristics import choose
-from ..block_mm.op import BLOCK_MM, Call
-from ..fusion import Candidate, Fusion, Rejected, Scope
-from ..graph import torch_ops
-from ..graph.builder import Builder, substitute
-from ..graph.dims import is_over_last, reduced
-from ..graph.products import (
-    CASTS,
-    MUL,
-    RESHAPES,
-    is_factor,
-    is_floating,
-    is_pointwise,
-    kind,
-    readers,
-    same_sizes,
-    through,
-    value,
-)
-from ..operands import holds
-from ..reasons import Reason
+from ... import config
+from ..._inductor import max_autotune
+from ...block_mm import guards
+from ...block_mm.heuristics import choose
+from ...block_mm.op import BLOCK_MM, Call
+from ...fusion import Candidate, Fusion, Rejected, Scope
+from ...graph.builder import Builder, substitute
+from ...graph.products import RESHAPES, is_pointwise, kind, readers, same_sizes, through, value
+from ...reasons import Reason
+from .recognise import MEANS, Norm, norm_of
 
 if TYPE_CHECKING:
-    from .._inductor import Match
+    from ..._inductor import Match
 
 aten = torch.ops.aten
 
-_ADD = (aten.add.Tensor, aten.add.Scalar)
 #: The arguments of `block_mm` in front of those of a norm.
 _PLAIN = 11
-
-
-@dataclass
-class Norm:
-    """`x * rsqrt(mean(x * x) + eps) * (gain + shift)` over the last dim.
-
-    Attributes:
-        result: the last node of it, which may have other casts in between.
-        gain: a vector, or None.
-    """
-
-    x: fx.Node
-    result: fx.Node
-    eps: float
-    gain: fx.Node | None = None
-    shift: float = 0.0
-
-
-def norm_of(rsqrt: fx.Node) -> Norm | None:
-    """Read an RMSNorm by its `rsqrt`; None of anything else.
-
-    Casts may round to the dtype of the input: what they round is kept exact.
-    """
-    mean, eps = _shifted(rsqrt.args[0])
-    op = torch_ops.read(mean)
-    if op is None or op.name != "mean" or not (is_over_last(op) and reduced(op)[1]) or eps <= 0:
-        return None
-    # Where another node reads the mean, the kernel of that stays.
-    if any(len(node.users) != 1 for node in (mean, *rsqrt.all_input_nodes, rsqrt)):
-        return None
-    (square,), (product,) = mean.all_input_nodes, rsqrt.users
-    squared, others = _squared(square), [node for node in product.all_input_nodes if node is not rsqrt]
-    if squared is None or product.target not in MUL or len(others) != 1:
-        return None
-    found, (wide,) = Norm(through(squared, CASTS), product, eps), others
-    if through(wide, CASTS) is not found.x:
-        return None
-    inside = [square, mean, rsqrt, product, *_between(squared, found.x), *_between(wide, found.x)]
-    if not all(holds(value(node).dtype, value(found.x).dtype) for node in inside):
-        return None
-    while _extend(found):
-        pass
-    return found if value(found.result).dtype == value(found.x).dtype else None
-
-
-def _extend(norm: Norm) -> bool:
-    """Add what alone reads the result to the norm: a cast, a slice of all, or the product with a vector."""
-    dtype = value(norm.x).dtype
-    if len(norm.result.users) != 1:
-        return False
-    (user,) = norm.result.users
-    if not is_floating(user) or not holds(value(user).dtype, dtype):
-        return False
-    others = [node for node in user.all_input_nodes if node is not norm.result]
-    takes_all = user.target is aten.slice.Tensor and same_sizes(value(user).shape, value(norm.result).shape)
-    if user.target in CASTS or takes_all:
-        norm.result = user
-        return True
-    if user.target not in MUL or norm.gain is not None or len(others) != 1:
-        return False
-    vector, shift = _shifted(through(others[0], CASTS))
-    gain = through(vector, CASTS)
-    if not is_floating(gain) or not same_sizes(value(gain).shape, value(norm.x).shape[-1:]):
-        return False
-    if not all(holds(value(node).dtype, value(gain).dtype, dtype) for node in _between(others[0], gain)):
-        return False
-    norm.result, norm.gain, norm.shift = user, gain, shift
-    return True
-
-
-def _between(node: fx.Node, source: fx.Node) -> list[fx.Node]:
-    """A node and those in front of it, up to its source."""
-    found = []
-    while node is not source:
-        found.append(node)
-        (node,) = node.all_input_nodes
-    return [*found, source]
-
-
-def _shifted(node: Any) -> tuple[Any, float]:
-    """A tensor and the number that is added to it, 0 if there is none."""
-    if isinstance(node, fx.Node) and node.target in _ADD and len(node.args) == 2 and not node.kwargs:
-        for inner, number in (node.args, node.args[::-1]):
-            if isinstance(inner, fx.Node) and is_factor(number):
-                return inner, float(number)
-    return node, 0.0
-
-
-def _squared(node: fx.Node) -> fx.Node | None:
-    """What a node is the square of."""
-    is_square = node.target is aten.pow.Tensor_Scalar and node.args[1] == 2
-    if is_square or (node.target is aten.mul.Tensor and node.args[0] is node.args[1]):
-        return node.all_input_nodes[0]
-    return None
+#: Which of them are the factors of the products.
+_SCALES = 5
 
 
 class NormedLinears(Candidate):
@@ -167,6 +59,8 @@ class NormedLinears(Candidate):
         return [b for node in self.calls for b in _call(node).b]
 
     def guard(self) -> None:
+        if self.norm.why is not None:
+            raise self.norm.why
         if self.others:
             raise Rejected(guards.read_elsewhere("the result of the norm", self.others))
         for node in self.calls:
@@ -190,8 +84,10 @@ class NormedLinears(Candidate):
             x = build.call(aten.reshape.default, norm.x, list(value(call.a[0]).shape))
             first = call.first()
             inputs = [x if p in first else a for p, a in enumerate(call.a)]
-            others = (*node.args[1 : _PLAIN - 1], call.decided)
-            substitute(node, build.call(BLOCK_MM, inputs, *others, norm.eps, norm.gain, norm.shift))
+            scales = [scale * norm.scale if p in first else scale for p, scale in enumerate(call.scales)]
+            others = (*node.args[1:_SCALES], scales, *node.args[_SCALES + 1 : _PLAIN - 1], call.decided)
+            normed = (norm.eps, norm.gain, norm.shift, norm.clamps)
+            substitute(node, build.call(BLOCK_MM, inputs, *others, *normed))
         return "block_mm, row, with the norm of its input"
 
 
@@ -249,9 +145,9 @@ FUSION = Fusion(
 )
 
 
-@FUSION.anchor(lambda: [aten.rsqrt.default])
+@FUSION.anchor(lambda: [*MEANS])
 def read(scope: Scope, match: Match) -> Candidate | None:
-    """The norm of which this is the reciprocal root, if a kernel that could apply it reads it."""
+    """The norm of which this is the mean, if a kernel that could apply it reads it."""
     norm = norm_of(match.output_node())
     users = list(dict.fromkeys(readers(norm.result, RESHAPES))) if norm is not None else []
     calls = [user for user in users if norm is not None and _takes(user, norm.result)]

@@ -45,6 +45,9 @@ class Variant:
         early: whether it starts before the kernel in front of it ends, and waits in its own code.
         wider: by a number of bytes, constants in place of those of `meta`, and `num_stages`, where the
             scheduler fuses something behind the kernel that stores elements of so many bytes.
+        crowded: constants in place of smaller ones, where what is fused behind reads a tensor of the size of
+            the first output, and the kernel stores two of them: a thread then holds several times its part
+            of a tile.
     """
 
     source: str
@@ -54,6 +57,7 @@ class Variant:
     outputs: tuple[str, ...]
     early: bool = False
     wider: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    crowded: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def lower_to_template(
@@ -164,6 +168,7 @@ def _lower(
                 for size, constants in variant.wider.items()
                 for name, value in constants.items()
             },
+            **{f"CROWDED_{name}": value for name, value in variant.crowded.items()},
         )  # fmt: skip
     if not choices:
         raise NoKernel("Inductor accepted no template")
@@ -174,8 +179,8 @@ def _lower(
     buffer = output.data.data
     if not isinstance(buffer, ir.TritonTemplateBuffer):
         raise NoKernel("stock's products are measured to be faster")
-    if any(variant.wider for variant in variants):
-        buffer.make_kernel_render = _with_wider(buffer.make_kernel_render)
+    if any(variant.wider or variant.crowded for variant in variants):
+        buffer.make_kernel_render = _with_behind(buffer.make_kernel_render)
     if over:
         write_over(buffer, dict(inputs)[over])
     # Not given to the template itself: torch 2.11 lets only its own operations write into inputs.
@@ -189,7 +194,7 @@ def _lower(
     return [output, *more]
 
 
-def _with_wider(make: Callable[..., Any]) -> Callable[..., Any]:
+def _with_behind(make: Callable[..., Any]) -> Callable[..., Any]:
     """Renders a kernel with constants that depend on what the scheduler fuses behind it.
 
     Its first lines, which hold them, are written after all others.
@@ -205,7 +210,8 @@ def _with_wider(make: Callable[..., Any]) -> Callable[..., Any]:
             def define() -> str:
                 _, _, arguments, _ = kernel.args.python_argdefs()
                 stored = [x.dtype.itemsize for x in arguments if x.name.startswith(("out_ptr", "in_out_ptr"))]
-                settled = _settled(kernel.defines, max(stored, default=0))
+                crowded = len(stored) > 1 and _reads_tiles(kernel, arguments)
+                settled = _settled(kernel.defines, max(stored, default=0), crowded)
                 kernel.num_stages = int(settled.pop("num_stages", kernel.num_stages))
                 kernel.defines = "".join(f"{name}{_CONSTEXPR}{value}\n" for name, value in settled.items())
                 return str(definition())
@@ -221,7 +227,15 @@ def _with_wider(make: Callable[..., Any]) -> Callable[..., Any]:
 _CONSTEXPR = " : tl.constexpr = "
 
 
-def _settled(defines: str, size: int) -> dict[str, str]:
+def _reads_tiles(kernel: Any, arguments: Sequence[Any]) -> bool:
+    """Whether what is fused behind a kernel reads a tensor as large as the kernel's first output."""
+    graph = importlib.import_module("torch._inductor.virtualized").V.graph
+    read = [x.buffer for x in arguments if x.name.startswith(("in_ptr", "in_out_ptr"))]
+    size = graph.get_numel(kernel.output_node.get_name())
+    return any(graph.get_numel(name) == size for name in read)
+
+
+def _settled(defines: str, size: int, crowded: bool) -> dict[str, str]:
     """The constants of a kernel whose widest stored elements have `size` bytes."""
     found = dict(line.split(_CONSTEXPR, 1) for line in defines.splitlines() if line)
     for name in [name for name in found if name.startswith("WIDER_")]:
@@ -229,6 +243,10 @@ def _settled(defines: str, size: int) -> dict[str, str]:
         value = found.pop(name)
         if int(wide) == size:
             found[replaced] = value
+    for name in [name for name in found if name.startswith("CROWDED_")]:
+        value, replaced = found.pop(name), name.removeprefix("CROWDED_")
+        if crowded:
+            found[replaced] = str(max(int(value), int(found[replaced])))
     return found
 
 

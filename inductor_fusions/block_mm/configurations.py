@@ -305,3 +305,15 @@ def fitted(choice: Config, problem: Problem, arch: int, dtype: torch.dtype) -> C
     while needed(choice) > limit and choice.num_stages > 2:
         choice = replace(choice, num_stages=choice.num_stages - 1)
     return choice
+
+
+def crowded(choice: Config) -> int:
+    """In how many parts a tile is stored where a thread holds several tensors of its size.
+
+    The gradient of a gated pair reads two and stores two. With more than 32 elements of each in a thread,
+    tiles on Hopper spill up to 6 KiB of its registers, and take a third longer to compile.
+    """
+    parts = choice.subtiles
+    while choice.block_m * choice.block_n > 32 * 32 * choice.num_warps * parts:
+        parts *= 2
+    return parts

@@ -255,12 +255,13 @@ def _variant(
     }
     if chosen.across:
         meta["ACROSS"] = True
-    wider = {}
+    wider, crowded = {}, {}
     if chosen.template == "persistent":
         for dtype in (torch.float32, torch.float64):
             fitted = configurations.fitted(chosen, problem, arch, dtype)
             if fitted != chosen:
                 wider[dtype.itemsize] = {"SUBTILES": fitted.subtiles, "num_stages": fitted.num_stages}
+        crowded = {} if problem.gated else {"SUBTILES": configurations.crowded(chosen)}
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         meta |= {
             "SUBTILES": chosen.subtiles,
@@ -284,4 +285,5 @@ def _variant(
         outputs=structure.outputs,
         early=early,
         wider=wider,
+        crowded=crowded,
     )

@@ -28,15 +28,20 @@ from inductor_fusions.block_mm.problem import Problem
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LAYOUTS = ("nn", "nt", "tn", "tt")
-#: What is computed from each output behind the kernel.
-TAILS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]] = {
-    "": lambda y: (y,),
-    "bfloat16": lambda y: (y.relu().bfloat16(),),
-    "float32": lambda y: (y.float(),),
-    "float64": lambda y: (y.double(),),
-    "both": lambda y: (y, y.float() * 2),
-    "three": lambda y: (y.relu(), y.float(), y > 0),
-}
+#: What is computed from each output, and two tensors of its size, behind the kernel.
+TAILS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]] = {
+    "": lambda y, u, v: (y,),
+    "bfloat16": lambda y, u, v: (y.relu().bfloat16(),),
+    "float32": lambda y, u, v: (y.float(),),
+    "float64": lambda y, u, v: (y.double(),),
+    "both": lambda y, u, v: (y, y.float() * 2),
+    "three": lambda y, u, v: (y.relu(), y.float(), y > 0),
+    "added": lambda y, u, v: (y + u * v,),
+    "columns": lambda y, u, v: (y + u.sum(0), y * u.sum(0)),
+    "gated pair's gradient": lambda y, u, v: (
+        y * torch.nn.functional.silu(u), torch.ops.aten.silu_backward(y * v, u)
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,16 +110,23 @@ def kernels(drawn: Drawn) -> list[cuda_codegen.Kernel]:
         for group, (rows, dtype) in drawn.biases.items()
     }
     count = len(posed.rows)
+    others = [
+        [torch.empty(m or 0, n, dtype=drawn.output) for _ in range(2)]
+        for m, n in zip(posed.rows, posed.columns, strict=True)
+    ]
+    if drawn.symbolic:
+        for other in (other for pair in others for other in pair if other.shape[0] > 1):
+            torch._dynamo.maybe_mark_dynamic(other, 0)
     scales = list(drawn.scales or [1.0] * len(a))
     activations = ",".join(drawn.activations or [""] * count)
 
     gain = torch.empty(posed.inner[0] or 0, dtype=posed.dtype) if drawn.norm else None
 
-    def fn(a: Any, b: Any, bias: Any, gain: Any) -> Any:
+    def fn(a: Any, b: Any, bias: Any, gain: Any, others: Any) -> Any:
         offsets, groups = list(bias.values()), list(posed.groups)
         plain = a, b, offsets, list(bias), groups, scales, activations, posed.gated, drawn.output, ""
         made = BLOCK_MM(*plain, 0, 1e-5 if drawn.norm else None, gain, 1.0)
-        return [TAILS[drawn.tail](y) for y in made]
+        return [TAILS[drawn.tail](y, *pair) for y, pair in zip(made, others, strict=False)]
 
     def choose(problem: Problem, device: torch.device, tokens: int | None) -> Config:
         if callable(drawn.chosen):
@@ -126,7 +138,7 @@ def kernels(drawn: Drawn) -> list[cuda_codegen.Kernel]:
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad(), config.patch(policy="always", strict=True):
         patch.setattr(heuristics, "choose", choose)
-        made = cuda_codegen.generate(fn, (a, b, bias, gain), run=False, arch=drawn.arch)
+        made = cuda_codegen.generate(fn, (a, b, bias, gain, others), run=False, arch=drawn.arch)
     return made.kernels
 
 
@@ -189,12 +201,25 @@ def test_found(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tail", "parts"), [("", 1), ("bfloat16", 1), ("float32", 2), ("both", 2), ("float64", 4)]
-)
+    ("tail", "parts"),
+    [
+        ("", 1), ("bfloat16", 1), ("float32", 2), ("both", 2), ("float64", 4), ("added", 1), ("columns", 1),
+        ("gated pair's gradient", 4),
+    ],
+)  # fmt: skip
 def test_parts(tail: str, parts: int) -> None:
-    """A tile is stored in more parts than was measured only where wider elements are stored."""
+    """A tile is stored in more parts than was measured only where wider elements, or many, are stored."""
     text = source(Drawn(groups(1, (768,), ("nt",)), tail=tail, chosen=WIDE))
     assert text is not None and f" SUBTILES : tl.constexpr = {parts}\n" in text
+
+
+@pytest.mark.parametrize("tile", [WIDE, TWO_EACH], ids=["one", "two for each multiprocessor"])
+def test_gradient_of_a_gated_pair_behind(tile: Config) -> None:
+    """Two tensors that are read and two that are stored leave a thread without spills."""
+    text = source(Drawn(groups(1, (768,), ("nt",)), tail="gated pair's gradient", chosen=tile))
+    assert text is not None
+    (found,) = cuda_codegen.compile_kernel(text, 90)
+    assert found.fits, str(found)
 
 
 # -- random structures -------------------------------------------------------------------------------------

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..decisions import Decision, Query, Span, configured, decide_for_all, tiles
-from ..decisions.problems import Row
+from ..decisions import Decision, Query, Span, configured, decide_for_all, hardware, tiles
+from ..decisions.problems import SECTIONS, Row
 from ..operands import profitable
 from ..reasons import Reason
-from . import configurations
+from . import configurations, cost
 from .configurations import Config, suits
 from .problem import Problem, describe
 
@@ -41,7 +41,7 @@ def decided(problem: Problem, device: torch.device, span: Span | None = None) ->
 
 
 def choose(problem: Problem, device: torch.device, tokens: int | None = None) -> Config:
-    """The tiles of the nearest problem that is measured and whose tiles fit, or the default ones.
+    """The configuration of the nearest measured problem that fits, or one that should be faster.
 
     Args:
         tokens: for how many it is decided, where their number is symbolic.
@@ -51,19 +51,37 @@ def choose(problem: Problem, device: torch.device, tokens: int | None = None) ->
     """
     _check_capability(device)
     arch, tokens = capability(device), problem.tokens or tokens
-    if tokens is not None and _has_sizes(problem):
-        query = _query(problem).at(tokens)
+    if tokens is None or not _has_sizes(problem):
+        return configurations.default(problem, arch)
+    query = _query(problem).at(tokens)
+    rows: list[Row] = []
 
-        def fits(row: Row) -> Config | None:
-            # The code of another number of products takes other registers.
-            if len(row["n"]) != len(problem.columns) or len(row["layout"]) != len(problem.layouts):
-                return None
-            read = Config(**row["config"])
-            return read if suits(read, problem) and configurations.fits(read, problem, arch) else None
+    def fits(row: Row) -> Config | None:
+        # The code of another number of products takes other registers.
+        if len(row["n"]) != len(problem.columns) or len(row["layout"]) != len(problem.layouts):
+            return None
+        read = Config(**row["config"])
+        rows.append(row)
+        return read if suits(read, problem) and configurations.fits(read, problem, arch) else None
 
-        found = tiles(query, device, fits) or configurations.default(problem, arch)
-        return configured("block_mm", query.row, found, lambda: configurations.candidates(problem, arch))
-    return configurations.default(problem, arch)
+    nearest = tiles(query, device, fits)
+    found = nearest or configurations.default(problem, arch)
+    if nearest is None or not SECTIONS["block_mm"].is_same(rows[-1], query.row):
+        found = _faster(found, problem, device)
+    return configured("block_mm", query.row, found, lambda: configurations.candidates(problem, arch))
+
+
+def _faster(usual: Config, problem: Problem, device: torch.device) -> Config:
+    """The configuration that should be fastest, if it should be much faster than the usual one."""
+    arch, properties = capability(device), hardware(device)
+    if properties is None or not cost.is_modelled(problem, arch):
+        return usual
+
+    def time(choice: Config) -> float:
+        return cost.microseconds(choice, problem, properties.multiprocessors)
+
+    best = min(configurations.candidates(problem, arch), key=time)
+    return usual if time(usual) <= cost.DOUBT * time(best) else best
 
 
 def _has_sizes(problem: Problem) -> bool:

@@ -329,8 +329,8 @@ def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, f
                 continue
             # The gain of a kernel that was wrong at a shape is 0, so that it is not chosen near it either.
             log = math.log(max(gain, 1e-3))
-            fills = source.fills(section, query.row, item.row, kernel)
-            found.append((apart, rule.of(log) + fills, len(items[kernel])))
+            differs = source.fills(section, query.row, item.row, kernel) - section.untuned(query.row)
+            found.append((apart, rule.of(log) + differs, len(items[kernel])))
             items[kernel].append((source, item))
             doubt = max(doubt, rule.doubt)
         at = [entry for entry in found if entry[0] == 0.0]

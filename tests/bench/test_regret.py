@@ -14,8 +14,9 @@ from inductor_fusions.decisions.tables import Table
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Of each section of the H200's table, one width left out: the share of the gain that is kept at least.
+#: Of linears 3% of each gain are taken off, because their configurations are not measured.
 KEPT = {
-    "attention": 0.88, "block_mm": 0.92, "lora": 0.97, "lora_sums": 0.97, "lora_dropout": 0.96,
+    "attention": 0.88, "block_mm": 0.89, "lora": 0.97, "lora_sums": 0.97, "lora_dropout": 0.96,
     "narrow_mm": 0.97,
 }  # fmt: skip
 
@@ -46,7 +47,20 @@ def test_same_capability_keeps_nearly_all() -> None:
     """An H100's problems, decided from the H200's rows alone and judged by its own."""
     found = {name: tables.load(name) or Table({}) for name in tables.names()}
     loss = regret.devices_left_out(found, "nvidia_h100_80gb_hbm3")["block_mm"].to_json()
-    assert loss["rows"] >= 100 and loss["kept"] >= 0.95 and loss["below_0.98"] == 0
+    # A sum of odd widths and an odd number of tokens is 0.93 of stock, a linear 0.96.
+    assert loss["rows"] >= 300 and loss["kept"] >= 0.94 and loss["below_0.98"] <= 2 and loss["worst"] > 0.93
+
+
+def test_configurations_of_widths_left_out() -> None:
+    """The nearest problem's would take 14% longer than the fastest ones."""
+    (name, file), *_ = regret.TIMED.items()
+    table = tables.load(name)
+    assert table is not None
+    lost = regret.tiles_left_out(table, name, regret.RESULTS / file)
+    assert lost["chosen"]["mean"] <= 0.045 < 0.1 <= lost["nearest"]["mean"]
+    assert lost["chosen"]["most"] < 0.4
+    known = json.loads((ROOT / "bench" / "results" / "regret_tables.json").read_text())
+    assert known["tiles"][name] == lost
 
 
 def test_a_row_that_loses_counts() -> None:

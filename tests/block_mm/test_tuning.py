@@ -15,7 +15,7 @@ from bench import device_table, projections, tune_projections
 from bench.projections import Row
 from inductor_fusions import config
 from inductor_fusions.block_mm import configurations, heuristics
-from inductor_fusions.block_mm.problem import Problem
+from inductor_fusions.block_mm.problem import Problem, tiles
 from inductor_fusions.decisions import tables
 from inductor_fusions.fusion import LeftToStock
 
@@ -120,6 +120,24 @@ def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> N
         tried = configurations.candidates(posed(rows), 90)
         assert any(c.template == "row" for c in tried) == (rows <= 4)
         assert all(configurations.suits(c, posed(rows)) for c in tried)
+
+
+@pytest.mark.parametrize("tokens, kept", [(2048, True), (1024, False), (1000, False), (4096, True)])
+def test_tiles_that_fill_the_device(tokens: int, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only row is of 2,048 tokens: half of them have 64 of its tiles, for 132 multiprocessors."""
+
+    def posed(rows: int) -> Problem:
+        return Problem((rows,) * 2, (1024,) * 2, (1024,) * 2, (0, 1), ("nt",) * 2, torch.bfloat16, shared="a")
+
+    wide = configurations.Config("persistent", 128, 256, 64, 8, 3, subtiles=2)
+    row = {**posed(2048).key, "tokens": 2048, "gain": 2.0, "config": asdict(wide)}
+    monkeypatch.setattr(tables, "load", lambda name: {"block_mm": [row]})
+    monkeypatch.setattr(tables, "device_name", lambda device: "nvidia_h100_80gb_hbm3")
+    monkeypatch.setattr(heuristics, "capability", lambda device: 90)
+    chosen = heuristics.choose(posed(tokens), torch.device("cuda"))
+    assert (chosen == wide) == kept
+    if not kept:
+        assert tiles(posed(tokens), chosen.block_m, chosen.block_n) > 64
 
 
 def test_table(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:

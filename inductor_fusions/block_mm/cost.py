@@ -1,0 +1,89 @@
+"""How long a configuration takes on a Hopper GPU: waves of tiles, and what each tile and each launch cost.
+
+The tiles of the nearest measured problem are often wrong for a problem that fills the device otherwise: one
+tile more than multiprocessors doubles the time. The constants were fitted to the times of all configurations
+of 355 problems (`first_us` in bench/results/projections_*.json). `python -m bench.regret` says how much is
+lost by what is chosen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ..decisions.problems import FEW_ROWS
+from . import configurations
+from .configurations import Config
+from .problem import Problem
+
+#: Microseconds for one element of K of a tile of 128 x 256, if a multiprocessor multiplied at its full rate.
+STEP = 0.01
+#: What tiles lose, by their rows and columns: small ones read more for each result.
+SLOWNESS = {
+    (128, 256): 1.05, (256, 128): 1.19, (128, 128): 1.24, (64, 256): 1.26, (128, 192): 1.27, (64, 192): 1.52,
+    (64, 128): 1.6, (128, 96): 1.68, (128, 64): 1.7, (64, 96): 1.9, (64, 64): 2.2,
+}  # fmt: skip
+SLOWEST = 2.5
+#: Microseconds for one element of K that no tile goes below, because loads take that long.
+LATENCY = 0.0041
+#: Microseconds of a launch, of each tile, and of storing a tile of 128 x 256. A persistent kernel makes
+#: descriptors of its bulk copies first, and stores a tile while it multiplies the next.
+LAUNCH = {"persistent": 4.3, "tiled": 0.24}
+START = {"persistent": 0.54, "tiled": 0.88}
+STORE = {"persistent": 1.1, "tiled": 4.0}
+#: The configuration of the nearest measured problem is kept if it is modelled to take at most so many times
+#: the least time: it may know what the model does not.
+DOUBT = 1.1
+#: Of a multiprocessor: bytes of shared memory, and registers.
+SHARED, REGISTERS = 228 * 1024, 65536
+
+
+def is_modelled(problem: Problem, arch: int) -> bool:
+    """Whether the model was fitted to such problems: many rows, 16 bits, compute capability 9.0."""
+    rows = min(512 if m is None else m for m in problem.rows)
+    return arch == 90 and problem.dtype.itemsize == 2 and rows > FEW_ROWS and None not in problem.inner
+
+
+def microseconds(choice: Config, problem: Problem, processors: int) -> float:
+    """The time of a configuration for a problem, as the model has it.
+
+    Args:
+        choice: "tiled" or "persistent".
+        problem: one that `is_modelled`; a symbolic number of rows counts as 512.
+        processors: multiprocessors of the device.
+    """
+    width = choice.block_n * (2 if problem.gated else 1)
+    area = choice.block_m * width / (128 * 256)
+    step = STEP * SLOWNESS.get((choice.block_m, width), SLOWEST) * area
+    tiles, inner = _tiles(choice, problem)
+    together = choice.per_processor if choice.template == "persistent" else _together(choice, problem)
+
+    def side_by_side(count: int) -> float:
+        each = START[choice.template] + STORE[choice.template] * area
+        return max(count * step, LATENCY) * inner + each
+
+    full, rest = divmod(-(-tiles // processors), together)
+    time = full * side_by_side(together) + (side_by_side(rest) if rest else 0.0)
+    return LAUNCH[choice.template] + time
+
+
+def _tiles(choice: Config, problem: Problem) -> tuple[int, float]:
+    """The number of tiles, and the mean of K of one, in whole steps."""
+    inner: Counter[int] = Counter()
+    for group, k in zip(problem.groups, problem.inner, strict=True):
+        inner[group] += -(-(k or 0) // choice.block_k) * choice.block_k
+    columns = [sum(problem.columns)] if choice.across else problem.columns[: 1 if problem.gated else None]
+    counts = [
+        -(-(512 if m is None else m) // choice.block_m) * -(-n // choice.block_n)
+        for m, n in zip(problem.rows, columns, strict=False)
+    ]
+    total = sum(counts)
+    return total, sum(count * inner[group] for group, count in enumerate(counts)) / total
+
+
+def _together(choice: Config, problem: Problem) -> int:
+    """Thread blocks that a multiprocessor has room for."""
+    columns = choice.block_n * (2 if problem.gated else 1)
+    threads = 32 * choice.num_warps
+    registers = max(64, choice.block_m * columns // threads + 64) * threads
+    shared = configurations.shared_bytes(choice, problem) + 1024
+    return max(1, min(SHARED // shared, REGISTERS // registers))

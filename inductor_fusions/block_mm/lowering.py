@@ -71,9 +71,27 @@ class Lowering(Call):
             left, right, self.groups, self.gated, self.a[0].get_dtype(),
             [(f.a.name, f.b.name) for f in structure.factors], self.names[0],
         )  # fmt: skip
-        arch = heuristics.capability(device)
-        autotune = _inductor.max_autotune()
-        if autotune:
+        arch, autotune = heuristics.capability(device), _inductor.max_autotune()
+        shapes = [(left[p][0][0], right[p][0][1]) for p in self.first()]
+        return _inductor.lower_to_template(
+            name="block_mm",
+            inputs=operands,
+            shapes=shapes[:1] if self.gated else shapes,
+            dtype=self.dtype,
+            dtypes=self.dtypes,
+            device=device,
+            variants=[
+                _variant(chosen, structure, arch, device, problem)
+                for chosen in self._configurations(problem, device, arch)
+            ],
+            stock=self._stock(structure) if autotune and self.eps is None else None,
+        )
+
+    def _configurations(
+        self, problem: Problem, device: torch.device, arch: int
+    ) -> list[configurations.Config]:
+        """The configuration that is decided, or those to measure under `max_autotune`."""
+        if _inductor.max_autotune():
             configs = configurations.candidates(problem, arch)
         else:
             if not self.decided and config.policy != "always":
@@ -91,17 +109,7 @@ class Lowering(Call):
             configs = [chosen for chosen in configs if chosen.template != "persistent"]
         if not configs:
             raise Rejected("TMA needs static sizes and strides that are multiples of 16 bytes")
-        shapes = [(left[p][0][0], right[p][0][1]) for p in self.first()]
-        return _inductor.lower_to_template(
-            name="block_mm",
-            inputs=operands,
-            shapes=shapes[:1] if self.gated else shapes,
-            dtype=self.dtype,
-            dtypes=self.dtypes,
-            device=device,
-            variants=[_variant(config, structure, arch, device, problem) for config in configs],
-            stock=self._stock(structure) if autotune and self.eps is None else None,
-        )
+        return configs
 
     def _check_dtypes(self) -> None:
         first = self.a[0].get_dtype()

@@ -22,7 +22,7 @@ class Case:
         used: of each sample how many keys are seen; the rest are hidden.
         hides: what hides, in place of the lowest number.
         tile: keys of a tile, and parts.
-        garbage: what hidden keys and values hold.
+        garbage: what masked keys and values hold.
     """
 
     batch: int = 2
@@ -69,12 +69,12 @@ CASES: dict[str, Case] = {
     "head dim 96, values of 24": replace(BASE, dim=96, v_dim=24, mask="float32"),
     "one key": replace(BASE, keys=1, used=((0, 1), (0, 1))),
     "whole tiles": replace(BASE, keys=96, used=((0, 96), (32, 48)), mask="float32"),
-    "row without a key": replace(BASE, used=((0, 0), (5, 50))),
-    "row without a key, float32": replace(BASE, mask="float32", used=((0, 0), (5, 50)), garbage=1.0),
-    "row without a key, float16": replace(BASE, mask="float16", used=((0, 0), (5, 50)), garbage=1.0),
-    "row without a key, -inf": replace(BASE, mask="float32", used=((0, 0), (5, 50)), hides=-math.inf),
-    "queries without a key": replace(ROWS, mask="float32", used=((1, 1), (60, 60)), garbage=1.0),
-    "queries without a key, boolean": replace(ROWS, used=((1, 1), (60, 60))),
+    "fully masked row": replace(BASE, used=((0, 0), (5, 50))),
+    "fully masked row, float32": replace(BASE, mask="float32", used=((0, 0), (5, 50)), garbage=1.0),
+    "fully masked row, float16": replace(BASE, mask="float16", used=((0, 0), (5, 50)), garbage=1.0),
+    "fully masked row, -inf": replace(BASE, mask="float32", used=((0, 0), (5, 50)), hides=-math.inf),
+    "fully masked queries": replace(ROWS, mask="float32", used=((1, 1), (60, 60)), garbage=1.0),
+    "fully masked queries, boolean": replace(ROWS, used=((1, 1), (60, 60))),
     "hidden by a number that is not the lowest": replace(BASE, mask="float32", hides=-1e4, garbage=1.0),
     "keys beside each other": replace(BASE, layout="bshd"),
     "keys along the heads": replace(BASE, layout="transposed", mask="float32"),

@@ -74,7 +74,7 @@ CASES: dict[str, Case] = {
         masks=(("bias", 1, 2, 7, 7), ("keep", 2, 1, 7, 7), ("bias", 1, 2, 7, 7)),
         numbers=(1.0, -3e4, 1.0),
     ),
-    "rows without a key": replace(BASE, masks=(("empty", 4, 1, 7, 7),), numbers=(-3.4028234663852886e38,)),
+    "fully masked rows": replace(BASE, masks=(("empty", 4, 1, 7, 7),), numbers=(-3.4028234663852886e38,)),
 }  # fmt: skip
 
 

@@ -130,7 +130,7 @@ def test_gradient_of_the_logsumexp() -> None:
         assert float((mine.double() - true).norm() / true.norm()) < LIMIT
 
 
-def test_hidden_keys_are_left_out() -> None:
+def test_masked_keys_are_left_out() -> None:
     """A chunk reads the keys of its window, and no others."""
     candidate, *_ = compute(window)
     assert candidate._keys(0, 127) == (0, 128)

@@ -184,19 +184,10 @@ class SdpaCall(Candidate):
     def _pose(self) -> Problem:
         op = torch_ops.read(self.anchor)
         assert op is not None
-        given = (op[name] for name in ("query", "key", "value"))
-        q, k, v = (Operand.of(node) if isinstance(node, fx.Node) else None for node in given)
         out = torch_ops.tensor(self.anchor)
-        if q is None or k is None or v is None or out is None:
-            raise Reason.NOT_A_TENSOR.rejected("an argument of scaled_dot_product_attention is not a tensor")
-        if q.value.dim() != 4 or k.value.dim() != 4 or v.value.dim() != 4:
-            raise Reason.NO_KERNEL.left_to_stock("the operands of scaled_dot_product_attention are not 4-D")
-        for own in (k.shape, v.shape):
-            fit = [known_true(own[d] == 1) or known_true(own[d] == q.shape[d]) for d in (0, 1)]
-            if not fit[0] or not (fit[1] or op["enable_gqa"]):
-                raise Reason.NO_KERNEL.left_to_stock(
-                    "an SDPA call has more samples or heads of keys than of queries"
-                )
+        if out is None:
+            raise Reason.NOT_A_TENSOR.rejected(_NO_TENSOR)
+        q, k, v = _operands(op)
         given = (op[name] for name in ("dropout_p", "is_causal"))
         dropout, causal = (0 if each is None else torch_ops.concrete(each) for each in given)
         if not isinstance(dropout, (int, float)) or not isinstance(causal, (bool, int)):
@@ -296,13 +287,33 @@ def _replace(
         kept: gives the memory that eager keeps for the backward of the site.
         grouped: whether k and v keep their own heads in any case.
     """
-    known, emitter = set(scope.graph.nodes), scope.emitter(output)
+    known = set(scope.graph.nodes)
     with suppress_guards(scope.fake_mode), modes.asking(scope.modes.at(output)):
-        emitter.emit(choice.problem, output, choice.kernel, choice.grouped or grouped)
+        scope.emitter(choice.problem, output).emit(choice.kernel, choice.grouped or grouped)
         if choice.problem.train:
             scope.keep(known, kept())
     emit.erase_chain(scope.graph, chain)
     return choice.text
+
+
+_NO_TENSOR = "an argument of scaled_dot_product_attention is not a tensor"
+
+
+def _operands(op: torch_ops.Op) -> tuple[Operand, Operand, Operand]:
+    """q, k and v of a call of SDPA, of 4 dims that fit."""
+    given = (op[name] for name in ("query", "key", "value"))
+    q, k, v = (Operand.of(node) if isinstance(node, fx.Node) else None for node in given)
+    if q is None or k is None or v is None:
+        raise Reason.NOT_A_TENSOR.rejected(_NO_TENSOR)
+    if q.value.dim() != 4 or k.value.dim() != 4 or v.value.dim() != 4:
+        raise Reason.NO_KERNEL.left_to_stock("the operands of scaled_dot_product_attention are not 4-D")
+    for own in (k.shape, v.shape):
+        fit = [known_true(own[d] == 1) or known_true(own[d] == q.shape[d]) for d in (0, 1)]
+        if not fit[0] or not (fit[1] or op["enable_gqa"]):
+            raise Reason.NO_KERNEL.left_to_stock(
+                "an SDPA call has more samples or heads of keys than of queries"
+            )
+    return q, k, v
 
 
 def _term(mask: Any, shape: Sequence[Any]) -> Term | None:

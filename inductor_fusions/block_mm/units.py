@@ -1,4 +1,4 @@
-"""Permutations that only move dims of size 1, behind products spelled as an einsum: they become reshapes."""
+"""Permutations that only move dims of size 1, behind products written as an einsum: they become reshapes."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def settle(
     sources = {node: kept for node, kept in changed if node in present}
     if not sources:
         return {}
-    walk = _Walk(graph, sources, inlined, respell=strides)
+    walk = _Walk(graph, sources, inlined, reshapes=strides)
     with suppress_guards(fake_mode_of(graph)):
         for base in walk.bases:
             if base.node is not None and (strides or (base.kept and base.returned)):
@@ -152,7 +152,7 @@ def settle(
 
 def is_returned(node: fx.Node) -> bool:
     """Whether the caller of a graph may get the memory of a value."""
-    walk = _Walk(node.graph, {node: True}, False, respell=False)
+    walk = _Walk(node.graph, {node: True}, False, reshapes=False)
     return not is_transformed(node.graph) and any(base.kept and base.returned for base in walk.bases)
 
 
@@ -160,13 +160,13 @@ class _Walk:
     """Follows values with changed strides to where they leave the graph, or to where strides do not matter.
 
     Args:
-        respell: whether views on the way become reshapes.
+        reshapes: whether views on the way become reshapes.
     """
 
     def __init__(
-        self, graph: fx.Graph, sources: dict[fx.Node, bool], inlined: bool, respell: bool = True
+        self, graph: fx.Graph, sources: dict[fx.Node, bool], inlined: bool, reshapes: bool = True
     ) -> None:
-        self.inlined, self.respell = inlined, respell
+        self.inlined, self.reshapes = inlined, reshapes
         self.bases: list[_Base] = []
         self.outputs: dict[int, bool] = {}
         self._base: dict[fx.Node, _Base] = {}
@@ -199,7 +199,7 @@ class _Walk:
         if user in self._base:
             return
         name = name_of(user).strip("_")
-        if name == "view" and self.respell:
+        if name == "view" and self.reshapes:
             _reshape_instead(user)
         if not _tensors(user) or name in _SETTLING or (name == "matmul" and _settles(user, reached)):
             return

@@ -391,7 +391,7 @@ def test_a_result_that_stock_leaves_is_not_copied() -> None:
     assert torch.ops.inductor_fusions.own.default not in seen[0]
 
 
-def test_strides_of_a_softmax_that_is_respelled() -> None:
+def test_strides_of_a_softmax_that_is_rewritten() -> None:
     def fn(q: Any, k: Any, v: Any) -> Any:
         weights = torch.softmax(q @ k.mT, 1)
         return weights, weights + 1, weights @ v

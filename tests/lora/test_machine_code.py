@@ -28,7 +28,7 @@ HALF, WHOLE = torch.bfloat16, torch.float32
 
 
 def narrow_code(shape: narrow.Shape, arch: int, chosen: Any = None, transposed: bool = False) -> Any:
-    """The machine code of a narrow product, in one configuration or in the default one."""
+    """The machine code of a skinny GEMM, in one configuration or in the default one."""
     assert shape.rows is not None and shape.inner is not None
     turned = shape.layout == "t"
     x = torch.empty((shape.inner, shape.rows) if turned else (shape.rows, shape.inner), dtype=shape.dtype)

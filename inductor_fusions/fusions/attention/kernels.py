@@ -60,7 +60,7 @@ def choose(given: Problem, call: Call | None = None) -> KernelChoice:
     """The kernel of an attention: the one that is asked for where it takes it, else the fastest.
 
     Args:
-        call: that of SDPA; None for an attention that is spelled out.
+        call: that of SDPA; None for a hand-written attention.
 
     Raises:
         LeftToStock: no fused kernel takes it, or stock is the fastest that is known.

@@ -51,7 +51,7 @@ def hand_written(scope: Scope, weights: fx.Node | None) -> Candidate | None:
 
 
 class HandWritten(Candidate):
-    """An attention spelled out around a softmax.
+    """A hand-written attention around a softmax.
 
     Args:
         beside: other softmaxes on the same scores, which are asked about already.

@@ -168,7 +168,7 @@ _ANCHORS = (
 )  # fmt: skip
 
 
-@FUSION.anchor(lambda: torch_ops.spellings(*_ANCHORS))
+@FUSION.anchor(lambda: torch_ops.forms(*_ANCHORS))
 def read(scope: DynamoScope, match: Match) -> Candidate | None:
     """A gather of pairs from products of features with themselves."""
     node = match.output_node()
@@ -179,7 +179,7 @@ def read(scope: DynamoScope, match: Match) -> Candidate | None:
     return _other_pairs(node, how) if how else None
 
 
-@FUSION.anchor(lambda: torch_ops.spellings(*recognise.FLATTENS))
+@FUSION.anchor(lambda: torch_ops.forms(*recognise.FLATTENS))
 def read_flattened(scope: DynamoScope, match: Match) -> Candidate | None:
     """Products of features with themselves as one row of each sample."""
     node = match.output_node()

@@ -264,7 +264,7 @@ FUSION = Fusion(
 )
 
 
-@FUSION.anchor(recognise.spelled)
+@FUSION.anchor(recognise.targets)
 def look(scope: Scope, match: Match) -> Candidate | None:
     """A loss behind a linear."""
     found: Any = recognise.site(match.output_node())
@@ -273,7 +273,7 @@ def look(scope: Scope, match: Match) -> Candidate | None:
     return None if found is None else LossHead(scope.graph, found)
 
 
-@FUSION.anchor(recognise.spelled_out)
+@FUSION.anchor(recognise.targets_of_others)
 def look_out(scope: Scope, match: Match) -> Candidate | None:
     """A softmax of logits that no supported loss reads."""
     found = recognise.written_out(match.output_node())

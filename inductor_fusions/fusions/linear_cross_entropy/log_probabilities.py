@@ -21,7 +21,7 @@ from ...graph.torch_ops import Op, read
 from ...operands import same_shape, tensor
 
 #: What they are called by.
-SPELLED = ("gather", "take_along_dim", "getitem", "sub", "stack")
+ANCHORS = ("gather", "take_along_dim", "getitem", "sub", "stack")
 #: Views that may add and remove dims of size 1.
 _VIEWS = frozenset({"squeeze", "unsqueeze", "view", "reshape", "flatten"})
 

@@ -18,7 +18,7 @@ from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.dims import SELECTS, is_over_last, permutation, selection
-from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, linear_of, read, spellings
+from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, forms, linear_of, read
 from ...operands import holds, tensor
 from ...reasons import Reason
 from . import log_probabilities
@@ -200,14 +200,14 @@ def are_apart(first: Site, second: Site) -> bool:
     return False
 
 
-def spelled() -> list[Any]:
+def targets() -> list[Any]:
     """The targets of losses."""
-    return spellings(*_LOSSES, *log_probabilities.SPELLED)
+    return forms(*_LOSSES, *log_probabilities.ANCHORS)
 
 
-def spelled_out() -> list[Any]:
+def targets_of_others() -> list[Any]:
     """The targets of hand-written and of other losses."""
-    return spellings(*_SOFTMAXES, *_OTHERS)
+    return forms(*_SOFTMAXES, *_OTHERS)
 
 
 def _loss(op: Op) -> Site:

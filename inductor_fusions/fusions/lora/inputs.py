@@ -36,7 +36,7 @@ from ...effects.scope import DynamoScope
 from ...fusion import Candidate, Fusion
 from ...graph.builder import Builder
 from ...graph.dims import permuted_by
-from ...graph.torch_ops import CASTS, dropout_p, linear_of, read, spellings
+from ...graph.torch_ops import CASTS, dropout_p, forms, linear_of, read
 from ...layouts.keeping import Keeping
 from ...operands import check_device, check_kind, known_size, tensor, text, tokens_of
 from ...reasons import Reason
@@ -293,7 +293,7 @@ FUSION = Fusion(
 )
 
 
-@FUSION.anchor(lambda: spellings("linear", "matmul"))
+@FUSION.anchor(lambda: forms("linear", "matmul"))
 def down_projection(scope: Inputs, match: Match) -> Candidate | None:
     """A down-projection of a widened or dropped input that is trained."""
     site = _read(match.output_node())

@@ -20,7 +20,7 @@ from ...effects.scope import DynamoScope
 from ...effects.writes import storage
 from ...fusion import Candidate, Fusion, Reported
 from ...graph.builder import Builder
-from ...graph.torch_ops import spellings
+from ...graph.torch_ops import forms
 from ...layouts.keeping import Keeping
 from ...operands import check_device, check_kind, profitable, tensor, text
 from ...reasons import Reason
@@ -148,7 +148,7 @@ FUSION = Fusion(
 )
 
 
-@FUSION.anchor(lambda: [*spellings("linear", "matmul", "addmm", "einsum"), F.bilinear, torch.conv1d])
+@FUSION.anchor(lambda: [*forms("linear", "matmul", "addmm", "einsum"), F.bilinear, torch.conv1d])
 def read(scope: DynamoScope, match: Match) -> Candidate | None:
     """A linear on a flattened outer product, and what computes the same otherwise."""
     node = match.output_node()

@@ -15,11 +15,11 @@ from ...graph.facts import change
 from ...graph.torch_ops import read
 from ...operands import tensor
 from ...reasons import Reason
-from .respelling import Respelled
+from .equivalent import EquivalentRewrite
 from .walk import PRODUCTS, between, factors, name_of
 
 
-class Alpha(Respelled):
+class Alpha(EquivalentRewrite):
     """An addition with a factor for its second operand."""
 
     def guard(self) -> None:
@@ -46,7 +46,7 @@ class Alpha(Respelled):
         return "alpha as a multiplication"
 
 
-class Divisor(Respelled):
+class Divisor(EquivalentRewrite):
     """A division of the scores, or of q, that a pattern would take for one by sqrt(head_dim)."""
 
     def guard(self) -> None:

@@ -13,7 +13,7 @@ from ...operands import tensor
 from ...reasons import Reason
 
 
-class Respelled(Candidate):
+class EquivalentRewrite(Candidate):
     """An operation that is written in another way."""
 
     def __init__(self, anchor: fx.Node, source: Any) -> None:

@@ -1,4 +1,4 @@
-"""The problem that all attention kernels take, in 4-D tensors. `posing` builds it."""
+"""The problem that all attention kernels take, in 4-D tensors. `canonical` builds it."""
 
 from __future__ import annotations
 

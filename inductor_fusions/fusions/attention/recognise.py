@@ -24,11 +24,11 @@ from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, VIEWS, read, ten
 from ...operands import same_shape
 from ...reasons import Reason
 from .arrangement import NOT_OVER_KEYS, OWN_VALUES, Arrangement, Misplaced
+from .logsumexp_sink import logsumexp_of, read_sink
 from .masks import Interpreter
 from .normal_form import Attention, Below, Sink, Term
 from .operands import Operand, product
 from .output import MERGED, downwards
-from .rescaled import logsumexp_of, read_sink
 from .scores import Upwards
 from .written_out import SOFTMAXES, Softmax, divided, softmax_at, weights_of
 

@@ -20,12 +20,12 @@ from ...graph import torch_ops
 from ...operands import check_kind, text
 from ...reasons import Reason
 from . import emit, kernels, savings, structure
+from .canonical import canonicalise, few_heads
 from .decode import plan as decode
 from .empty_rows import check_empty_rows
 from .masks import may_hide_rows
 from .normal_form import Attention, Result, Term
 from .operands import Operand
-from .posing import few_heads, pose
 from .problem import Problem, check_not_empty, check_sizes, same_problem_shapes
 from .recognise import reaches_product, recognise
 from .remembered import remembered, storage_of
@@ -91,7 +91,7 @@ class HandWritten(Candidate):
                         f"{node.name} is overwritten before the attention reads it"
                     )
             with self.scope.interpreter.reading(site.output):
-                problem = pose(site, self.scope.interpreter)
+                problem = canonicalise(site, self.scope.interpreter)
             check_sizes(problem)
             if not same_problem_shapes(problem):
                 raise Reason.SHAPES.rejected("the shapes of q, k and v do not match")
@@ -176,12 +176,12 @@ class SdpaCall(Candidate):
         state = self.scope.modes.at(self.anchor)
         with suppress_guards(self.scope.fake_mode), modes.asking(state), torch.no_grad():
             with self.scope.interpreter.reading(self.anchor):
-                problem = self._pose()
+                problem = self._problem()
             check_sizes(problem)
             self.choice = kernels.choose(problem, self.call)
         check_sizes(problem)  # what held above becomes guards
 
-    def _pose(self) -> Problem:
+    def _problem(self) -> Problem:
         op = torch_ops.read(self.anchor)
         assert op is not None
         out = torch_ops.tensor(self.anchor)

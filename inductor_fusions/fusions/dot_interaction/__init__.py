@@ -24,7 +24,7 @@ from ...graph.builder import Builder
 from ...layouts.keeping import Keeping
 from ...operands import check_device, check_kind, profitable, tensor, text
 from ...reasons import Reason
-from . import recognise, unread
+from . import recognise, unsupported
 from .op import DOT_INTERACTION, DOT_PAIRS, DTYPES, fits, takes
 from .recognise import Site
 from .triangles import triangle
@@ -37,7 +37,7 @@ __all__ = ["FUSION"]
 
 def _other_pairs(read: fx.Node, how: str) -> Candidate:
     """Products of features that are read in a way for which there is no kernel."""
-    hint = "" if how == unread.BY_MATRICES else "z[:, i, j] with vectors of indices"
+    hint = "" if how == unsupported.BY_MATRICES else "z[:, i, j] with vectors of indices"
     why = Reason.PAIRS.rejected(f"{how}, not by indices of the matrix of products", hint)
     return Reported(read, why, {"products": text(tensor(read))})
 
@@ -175,7 +175,7 @@ def read(scope: DynamoScope, match: Match) -> Candidate | None:
     site = recognise.site(node)
     if site is not None:
         return DotInteraction(scope, site)
-    how = unread.how(node)
+    how = unsupported.how(node)
     return _other_pairs(node, how) if how else None
 
 

@@ -28,7 +28,7 @@ from ...layouts.keeping import Keeping
 from ...operands import check_kind, profitable, tensor, text, tokens_of
 from ...reasons import Reason
 from . import emit, recognise
-from .recognise import Site, Unread
+from .recognise import Site, Unsupported
 
 if TYPE_CHECKING:
     from ..._inductor import Match
@@ -268,7 +268,7 @@ FUSION = Fusion(
 def look(scope: Scope, match: Match) -> Candidate | None:
     """A loss behind a linear."""
     found: Any = recognise.site(match.output_node())
-    if isinstance(found, Unread):
+    if isinstance(found, Unsupported):
         return Reported(found.loss, found.why)
     return None if found is None else LossHead(scope.graph, found)
 

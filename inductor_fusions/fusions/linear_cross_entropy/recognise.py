@@ -78,14 +78,14 @@ class Site(Logits):
 
 
 @dataclass(frozen=True)
-class Unread:
+class Unsupported:
     """A loss of logits that are not read, and why."""
 
     loss: fx.Node
     why: Rejected
 
 
-def site(node: fx.Node) -> Site | Unread | None:
+def site(node: fx.Node) -> Site | Unsupported | None:
     """The loss behind a linear that a node is; why a loss is none; None of what is no loss."""
     op = read(node)
     if op is None:
@@ -97,10 +97,10 @@ def site(node: fx.Node) -> Site | Unread | None:
         return None if picked is None or log_probabilities.is_in_stack(node) else _picked(op, picked)
     except Rejected as why:
         # Gathers are everywhere: one is a loss where it reads a softmax of a linear.
-        return Unread(node, why) if op.name in _LOSSES else None
+        return Unsupported(node, why) if op.name in _LOSSES else None
 
 
-def written_out(node: fx.Node) -> Unread | None:
+def written_out(node: fx.Node) -> Unsupported | None:
     """The softmax of a linear's logits that no loss above reads, as in distillation, or another loss."""
     op = read(node)
     if op is None:
@@ -125,9 +125,9 @@ def written_out(node: fx.Node) -> Unread | None:
     if not ends or not known_true(w.numel() >= h.shape[-1] ** 2):
         return None
     if op.name in _OTHERS:
-        return Unread(node, Reason.LOSS.rejected(_OTHERS[op.name], "F.cross_entropy(logits, labels)"))
+        return Unsupported(node, Reason.LOSS.rejected(_OTHERS[op.name], "F.cross_entropy(logits, labels)"))
     what = " and ".join(sorted(ends)[:4])
-    return Unread(
+    return Unsupported(
         node,
         Reason.LOSS.rejected(
             f"the softmax of a linear's result is read by {what}, and only losses of one label for each "
@@ -165,9 +165,9 @@ def _reaches_log(weights: fx.Node, steps: int = 6) -> bool:
     return False
 
 
-def behind(logits: fx.Node) -> tuple[list[Site | Unread], dict[str, None]]:
+def behind(logits: fx.Node) -> tuple[list[Site | Unsupported], dict[str, None]]:
     """The losses that read some logits, and the names of the operations that do something else with them."""
-    found = list[Site | Unread]()
+    found = list[Site | Unsupported]()
     seen, waiting, ends = {logits}, [logits], dict[str, None]()
     while waiting:
         node = waiting.pop()

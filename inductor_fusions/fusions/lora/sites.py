@@ -19,7 +19,7 @@ from ...graph.placement import Place, earliest, find
 from ...graph.products import PRODUCTS, Product, operands_of, products_of, scaled, value
 from ...operands import tokens_of
 from ...reasons import Reason
-from . import accumulate_sites, downs, gather, gradients, profit, round_trips, unread
+from . import accumulate_sites, downs, gather, gradients, profit, round_trips, unsupported
 from .adapters import Adapter, source, unrounded
 from .checks import check_adapter, check_shapes
 from .emitter import Emitter
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 #: Where products, and adapters that are not fused, are looked for.
-ANCHORS = (*PRODUCTS, *unread.BASES)
+ANCHORS = (*PRODUCTS, *unsupported.BASES)
 
 
 def candidates(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
@@ -46,7 +46,7 @@ def candidates(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     """
     graph, nodes = scope.graph, nodes_of(matches)
     yield from units.candidates(graph)
-    yield from unread.candidates([node for node in nodes if node.target in unread.BASES])
+    yield from unsupported.candidates([node for node in nodes if node.target in unsupported.BASES])
     products = products_of(node for node in nodes if node.target in PRODUCTS)
     found = linears(products)
     sums = read_sums(found)

@@ -155,6 +155,6 @@ def read(scope: DynamoScope, match: Match) -> Candidate | None:
     site = recognise.site(node)
     if site is not None:
         return OuterProductLinear(scope, site)
-    how = recognise.unread(node)
+    how = recognise.unsupported(node)
     details = {"result": text(tensor(node))}
     return Reported(node, Reason.OUTER_PRODUCT.rejected(how), details) if how else None

@@ -71,7 +71,7 @@ def site(node: fx.Node) -> Site | None:
     return Site(node, u, v, w, by_rows, bias, chain)
 
 
-def unread(node: fx.Node) -> str:
+def unsupported(node: fx.Node) -> str:
     """Which other products of several tensors an operation multiplies by a weight; else ""."""
     op = read(node)
     if op is not None and op.name == "bilinear":

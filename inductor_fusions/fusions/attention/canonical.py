@@ -37,7 +37,7 @@ def is_autocast(site: Attention) -> bool:
     return result is not None and result.dtype != torch.promote_types(site.q.value.dtype, site.k.value.dtype)
 
 
-def pose(site: Attention, interpreter: Interpreter) -> Problem:
+def canonicalise(site: Attention, interpreter: Interpreter) -> Problem:
     """The problem that a recognised attention poses.
 
     Raises:

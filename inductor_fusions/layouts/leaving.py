@@ -163,9 +163,7 @@ class _Walk:
         reshapes: whether views on the way become reshapes.
     """
 
-    def __init__(
-        self, graph: fx.Graph, sources: dict[fx.Node, bool], inlined: bool, reshapes: bool = True
-    ) -> None:
+    def __init__(self, graph: fx.Graph, sources: dict[fx.Node, bool], inlined: bool, reshapes: bool) -> None:
         self.inlined, self.reshapes = inlined, reshapes
         self.bases: list[_Base] = []
         self.outputs: dict[int, bool] = {}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from inductor_fusions.fusions.attention.decode import kernels
+from inductor_fusions.fusions.attention.decode import kernels, op
 from inductor_fusions.fusions.attention.decode.op import lowest_of
 
 
@@ -41,6 +42,22 @@ class Case:
     garbage: float = math.nan
     layout: str = "cache"
     scale: float = 0.3
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, tiles: Sequence[int],
+    scale: float | None = None, causal: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """The operation, with what it needs of the mask.
+
+    Args:
+        tiles: keys of a tile, parts of the keys, warps and stages.
+        scale: default D ** -0.5.
+    """
+    lowest = None if mask is None or mask.dtype == torch.bool else lowest_of(mask, mask.dtype)
+    listed = None if mask is None else op.DECODE_TILES(mask, lowest, k.shape[1], tiles[0])
+    scale = float(q.shape[3]) ** -0.5 if scale is None else scale
+    return op.DECODE_ATTENTION(q, k, v, mask, lowest, listed, scale, causal, q.shape[2], list(tiles))
 
 
 BASE = Case()

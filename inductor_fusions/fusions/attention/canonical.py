@@ -52,7 +52,7 @@ def canonicalise(site: Attention, interpreter: Interpreter) -> Problem:
     else:
         k, v = _moved(k, site.lead, target), _moved(v, site.results[0].lead, target)
         full_k, full_v = _whole(k, target), _whole(v, target)
-        short_k, short_v = few_heads(k, v, target, interpreter.mutations, site.output)
+        short_k, short_v = own_heads(k, v, target, interpreter.mutations, site.output)
     zeroed = zeroed_fills(site, interpreter)
     value_scalers, behind = _by_keys(_scalers(site.behind, target))
     hides_rows = any(kind in ("hide", "show") for kind, _ in behind)
@@ -295,7 +295,7 @@ def _whole(operand: Operand, lead: Sequence[Any]) -> Operand:
     return operand.expand((*lead, *operand.shape[-2:]))
 
 
-def few_heads(
+def own_heads(
     k: Operand, v: Operand, lead: Sequence[Any], mutations: Mutations, reader: fx.Node
 ) -> tuple[Operand, Operand]:
     """Keys and values with the heads that they had before they were repeated, batch expanded.

@@ -43,7 +43,7 @@ def empty_rows(build: Builder, problem: Problem, memo: MaskMemo, structure: Stru
     return memo.once(make, "empty", structure.visible, shape)
 
 
-def check_empty_rows(problem: Problem, by_logsumexp: bool = False) -> None:
+def check_empty_rows(problem: Problem, by_logsumexp: bool) -> None:
     """Leave a site in training to stock if the user wants all gradients of fully masked rows as in stock.
 
     Args:

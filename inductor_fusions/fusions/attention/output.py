@@ -33,9 +33,9 @@ MERGED = Reason.IN_BETWEEN(
 )
 
 
-def downwards(
-    site: Attention, interpreter: Interpreter, at: Arrangement,
-    beside: Collection[fx.Node] = (), merged: bool = False, dropped: bool = False,
+def read_epilogue(
+    site: Attention, interpreter: Interpreter, at: Arrangement, *,
+    beside: Collection[fx.Node], merged: bool, dropped: bool,
 ) -> None:  # fmt: skip
     """Read from the softmax down to the product with the values, into `site`.
 

@@ -33,7 +33,7 @@ _LOW = frozenset({"amin", "min", "mean"})
 LARGEST_SCORE = 1e3
 
 
-class Upwards(Walk):
+class ScoreReader(Walk):
     """Reads the scores from the softmax up to the product of q and k."""
 
     def _neg(self, op: Op, below: Below) -> Attention:

@@ -20,7 +20,7 @@ from ...graph import torch_ops
 from ...operands import check_kind, text
 from ...reasons import Reason
 from . import emit, kernels, savings, structure
-from .canonical import canonicalise, few_heads
+from .canonical import canonicalise, own_heads
 from .decode import plan as decode
 from .empty_rows import check_empty_rows
 from .masks import may_hide_rows
@@ -203,7 +203,7 @@ class SdpaCall(Candidate):
         k, v = (operand.expand((q.shape[0], *operand.shape[1:])) for operand in (k, v))
         few_k, few_v = k, v
         if known_true(q.shape[1] == k.shape[1]):
-            few_k, few_v = few_heads(k, v, q.shape[:2], self.scope.mutations, self.anchor)
+            few_k, few_v = own_heads(k, v, q.shape[:2], self.scope.mutations, self.anchor)
         problem = Problem(
             q=q, k=few_k, v=few_v, full_k=k, full_v=v, scale=op["scale"], dropout=float(dropout),
             causal=causal, terms=[], dtype=out.dtype, attn_mask=mask,

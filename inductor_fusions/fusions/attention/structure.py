@@ -40,7 +40,7 @@ from .masks import (
     visibility,
     within,
 )
-from .mixed_masks import Terms, taken_apart
+from .mixed_masks import Terms, separated
 from .normal_form import Term
 from .operands import Operand
 
@@ -218,7 +218,7 @@ def find(
         aligned: brings a part of a term to the dims of the problem.
         cancels: whether a number that is added to all scores is not seen.
     """
-    terms = taken_apart(terms, interpreter, aligned)
+    terms = separated(terms, interpreter, aligned)
     read = _Read.of(terms, shape, interpreter, cancels)
     if read is None:
         return None

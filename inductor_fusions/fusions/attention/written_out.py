@@ -306,14 +306,14 @@ def twins(exp: Op) -> list[fx.Node]:
     return [n for n, op in found if op is not None and op.name == exp.name and not op.inplace]
 
 
-def _quotient(exp: fx.Node, limit: int = 32) -> fx.Node | None:
+def _quotient(exp: fx.Node) -> fx.Node | None:
     """The division of a value computed from exponentials by one computed from their sum, or None."""
     op = read(exp)
     frontier = [exp] if op is None or op.inplace else twins(op)
     seen, summed = set(frontier), set[fx.Node]()
     if frontier[0] is not exp:
         return None
-    while frontier and len(seen) < limit:
+    while frontier and len(seen) < 32:
         node = frontier.pop(0)
         for user in readers(node):
             op = read(user)

@@ -26,7 +26,7 @@ from ...operands import check_device, check_kind, profitable, tensor, text
 from ...reasons import Reason
 from . import recognise, unsupported
 from .op import DOT_INTERACTION, DOT_PAIRS, DTYPES, fits, takes
-from .recognise import Site
+from .recognise import InteractionSite
 from .triangles import triangle
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _other_pairs(read: fx.Node, how: str) -> Candidate:
 class DotInteraction(Candidate):
     """The pairs of a batch of features, and the concatenation with the dense ones."""
 
-    def __init__(self, scope: DynamoScope, site: Site) -> None:
+    def __init__(self, scope: DynamoScope, site: InteractionSite) -> None:
         self.scope, self.site, self.anchor = scope, site, site.pairs
         self.triangle: tuple[bool, bool] | None = None
         self.tiles: list[int] = []
@@ -130,7 +130,7 @@ def check_kernel(t: torch.Tensor) -> None:
         raise Reason.LIMIT.left_to_stock("the features of a sample do not fit into one thread block")
 
 
-def measured(t: torch.Tensor, site: Site, pairs: str) -> tuple[str, list[int]]:
+def measured(t: torch.Tensor, site: InteractionSite, pairs: str) -> tuple[str, list[int]]:
     """A note and the fastest tiles for a shape, from the table of the device.
 
     Args:

@@ -28,7 +28,7 @@ from ...layouts.keeping import Keeping
 from ...operands import check_kind, profitable, tensor, text, tokens_of
 from ...reasons import Reason
 from . import emit, recognise
-from .recognise import Site, Unsupported
+from .recognise import LossSite, Unsupported
 
 if TYPE_CHECKING:
     from ..._inductor import Match
@@ -42,7 +42,7 @@ SMALL = 128 * 2**20
 class LossHead(Candidate):
     """A loss, and the linear that makes its logits."""
 
-    def __init__(self, graph: fx.Graph, site: Site) -> None:
+    def __init__(self, graph: fx.Graph, site: LossSite) -> None:
         self.graph, self.site, self.anchor = graph, site, site.loss
         self.note = ""
         self.returns = False
@@ -138,7 +138,7 @@ class LossHead(Candidate):
             check_kept(operands, site.loss)
         check_operation([*site.path, site.loss])
 
-    def _losses_of_other_parts(self) -> list[Site]:
+    def _losses_of_other_parts(self) -> list[LossSite]:
         """The losses that read other parts of the logits: other classes, or other rows.
 
         Raises:
@@ -164,7 +164,7 @@ class LossHead(Candidate):
             for other in others:
                 found = [] if other in nodes else recognise.behind(other)[0]
                 for each in found:
-                    if isinstance(each, Site) and each.loss not in nodes:
+                    if isinstance(each, LossSite) and each.loss not in nodes:
                         sites.append(each)
                         nodes |= {*each.path, each.loss}
                         waiting += each.path
@@ -230,7 +230,7 @@ class LossHead(Candidate):
         name = "linear_cross_entropy" if self.in_one_pass else "linear_softmax_rows"
         return f"{name}{self.note}"
 
-    def _kept(self) -> Site:
+    def _kept(self) -> LossSite:
         """The site with operands that may be saved for the backward."""
         site, (wants_h, wants_w, _) = self.site, self.wants
         keeping = Keeping(self.graph, recomputed=is_body_of_dynamo(self.graph))
@@ -241,7 +241,7 @@ class LossHead(Candidate):
         return dataclasses.replace(site, h=h, w=w, bias=bias)
 
 
-def _first_reader(site: Site, operand: fx.Node) -> fx.Node:
+def _first_reader(site: LossSite, operand: fx.Node) -> fx.Node:
     """The first node of a site that reads an operand, or a view of it."""
     for node in site.path:
         if any(may_alias(storage(each), storage(operand)) for each in node.all_input_nodes):

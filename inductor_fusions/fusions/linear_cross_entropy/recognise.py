@@ -54,7 +54,7 @@ _PASSED = (
 
 
 @dataclass(frozen=True)
-class Site(Logits):
+class LossSite(Logits):
     """A loss, and the linear that makes its logits.
 
     Attributes:
@@ -85,7 +85,7 @@ class Unsupported:
     why: Rejected
 
 
-def site(node: fx.Node) -> Site | Unsupported | None:
+def site(node: fx.Node) -> LossSite | Unsupported | None:
     """The loss behind a linear that a node is; why a loss is none; None of what is no loss."""
     op = read(node)
     if op is None:
@@ -165,9 +165,9 @@ def _reaches_log(weights: fx.Node, steps: int = 6) -> bool:
     return False
 
 
-def behind(logits: fx.Node) -> tuple[list[Site | Unsupported], dict[str, None]]:
+def behind(logits: fx.Node) -> tuple[list[LossSite | Unsupported], dict[str, None]]:
     """The losses that read some logits, and the names of the operations that do something else with them."""
-    found = list[Site | Unsupported]()
+    found = list[LossSite | Unsupported]()
     seen, waiting, ends = {logits}, [logits], dict[str, None]()
     while waiting:
         node = waiting.pop()
@@ -185,7 +185,7 @@ def behind(logits: fx.Node) -> tuple[list[Site | Unsupported], dict[str, None]]:
     return found, ends
 
 
-def are_apart(first: Site, second: Site) -> bool:
+def are_apart(first: LossSite, second: LossSite) -> bool:
     """Whether two losses read no logit of one linear both."""
     if first.linear is not second.linear:
         return True
@@ -210,7 +210,7 @@ def targets_of_others() -> list[Any]:
     return forms(*_SOFTMAXES, *_OTHERS)
 
 
-def _loss(op: Op) -> Site:
+def _loss(op: Op) -> LossSite:
     known = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
     given = op.only(*known, "label_smoothing")
     logits, labels, weights, average, ignored, reduce, reduction, smoothing = given
@@ -236,13 +236,13 @@ def _loss(op: Op) -> Site:
         logits = _classes_last(logits, path)
     found = walk(logits, path, replayed)
     _check_labels(labels)
-    return Site(
+    return LossSite(
         **vars(found), loss=op.node, labels=labels, weights=weights, ignore_index=ignored,
         smoothing=float(smoothing), reduction=reduction,
     )  # fmt: skip
 
 
-def _picked(op: Op, picked: log_probabilities.Picked) -> Site:
+def _picked(op: Op, picked: log_probabilities.Picked) -> LossSite:
     """Log-probabilities of one label for each row."""
     path: list[fx.Node] = list(picked.path)
     replayed: list[fx.Node] = []
@@ -252,7 +252,7 @@ def _picked(op: Op, picked: log_probabilities.Picked) -> Site:
     found = walk(logits, path, replayed)
     _check_labels(picked.labels)
     ordered = replace(found, path=tuple(sorted(found.path)))
-    return Site(
+    return LossSite(
         **vars(ordered), loss=op.node, labels=picked.labels, weights=None, gathers=True, wraps=picked.wraps,
         negates=picked.negates,
     )  # fmt: skip

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Site:
+class InputSite:
     """`F.linear(x.to(torch.float32), a)`, with a dropout behind the cast or in its place.
 
     Attributes:
@@ -84,7 +84,7 @@ class Inputs(DynamoScope):
         return Keeping(self.graph)
 
 
-def _read(node: fx.Node) -> Site | None:
+def _read(node: fx.Node) -> InputSite | None:
     """A down-projection that another linear reads."""
     found = _linear(node)
     if found is None or not _ups(node):
@@ -99,7 +99,7 @@ def _read(node: fx.Node) -> Site | None:
     if not isinstance(x, fx.Node) or not _is_adapter(x, wide, a):
         return None
     assert isinstance(a, fx.Node)
-    return Site(node, between, x, a, drop)
+    return InputSite(node, between, x, a, drop)
 
 
 def _made(node: Any) -> Any:
@@ -182,7 +182,7 @@ def _is_adapter(x: fx.Node, read: fx.Node, a: Any) -> bool:
 class AdapterInput(Candidate):
     """A down-projection of a widened or dropped input."""
 
-    def __init__(self, scope: Inputs, site: Site) -> None:
+    def __init__(self, scope: Inputs, site: InputSite) -> None:
         self.scope, self.site, self.anchor = scope, site, site.linear
         self.kernel = ""
         self.cast: torch.dtype | None = None  # what autocast rounds operands to, where it is on
@@ -300,7 +300,7 @@ def down_projection(scope: Inputs, match: Match) -> Candidate | None:
     return AdapterInput(scope, site) if site is not None and not _is_of_a_pair(site) else None
 
 
-def _is_of_a_pair(site: Site) -> bool:
+def _is_of_a_pair(site: InputSite) -> bool:
     """Whether nothing is kept for a backward, and so few rows get a pair of kernels that cast x."""
     x, out = tensor(site.x), tensor(site.linear)
     assert x is not None and out is not None

@@ -26,7 +26,7 @@ from ...operands import check_device, check_kind, profitable, tensor, text
 from ...reasons import Reason
 from . import recognise
 from .op import OUTER_PRODUCT_LINEAR, dtypes, pairs
-from .recognise import Site
+from .recognise import OuterProductSite
 
 if TYPE_CHECKING:
     from ..._inductor import Match
@@ -37,7 +37,7 @@ __all__ = ["FUSION", "pairs"]
 class OuterProductLinear(Candidate):
     """A linear that reads every product of two features."""
 
-    def __init__(self, scope: DynamoScope, site: Site) -> None:
+    def __init__(self, scope: DynamoScope, site: OuterProductSite) -> None:
         self.scope, self.site, self.anchor = scope, site, site.linear
         self.note = ""
 

@@ -35,7 +35,7 @@ _VIEWS = VIEWS | {"contiguous"}
 
 
 @dataclass(frozen=True)
-class Site:
+class OuterProductSite:
     """A linear and the outer product that it reads.
 
     Attributes:
@@ -55,7 +55,7 @@ class Site:
     chain: tuple[fx.Node, ...]
 
 
-def site(node: fx.Node) -> Site | None:
+def site(node: fx.Node) -> OuterProductSite | None:
     """The linear on a flattened outer product that a node is, if it is one."""
     found = linear_of(node)
     if found is None:
@@ -68,7 +68,7 @@ def site(node: fx.Node) -> Site | None:
     if outer is None:
         return None
     u, v, chain = outer
-    return Site(node, u, v, w, by_rows, bias, chain)
+    return OuterProductSite(node, u, v, w, by_rows, bias, chain)
 
 
 def unsupported(node: fx.Node) -> str:

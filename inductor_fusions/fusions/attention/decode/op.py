@@ -8,7 +8,7 @@ kernels as it does its own. On devices without them the operations are what torc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -159,31 +159,3 @@ DECODE_TILES = define(
 DECODE_ATTENTION = define(
     "decode_attention", _decode_attention, _empty_attention, flops=_flops, launches=_launches
 )
-
-
-def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale: float | None = None,
-    causal: bool = False, tiles: Sequence[int],
-) -> Tensor:  # fmt: skip
-    """softmax(scale * q @ k^T, masked) @ v in inference, for at most 16 queries.
-
-    Args:
-        q: queries, shape (B, H, Q, D), any strides, as all others.
-        k: keys, shape (B, kv_heads, K, D), where kv_heads divides H.
-        v: values, shape (B, kv_heads, K, E).
-        mask: shape (B or 1, H or 1, Q or 1, K): boolean, True where a key is seen, or floating, added to the
-            scores in float32. None: each query sees each key.
-        scale: default D ** -0.5.
-        causal: query i sees the keys j <= i only; not beside a mask.
-        tiles: keys of a tile, parts of the keys, warps and stages.
-
-    Returns:
-        Shape (B, H, Q, E) in the dtype of q. A fully masked row is zero.
-    """
-    lowest = None if mask is None or mask.dtype == torch.bool else lowest_of(mask, mask.dtype)
-    listed = None if mask is None else DECODE_TILES(mask, lowest, k.shape[1], tiles[0])
-    scale = float(q.shape[3]) ** -0.5 if scale is None else scale
-    found: Tensor = DECODE_ATTENTION(
-        q, k, v, mask, lowest, listed, scale, causal, int(q.shape[2]), list(tiles)
-    )
-    return found

@@ -17,7 +17,8 @@ from torch import fx
 
 from ..graph.builder import Builder
 from ..graph.dims import Selection, selection
-from ..graph.products import RESHAPES, VIEWS, Product, product, same_sizes, tensor, value
+from ..graph.products import RESHAPES, VIEWS, Product, product, same_sizes, value
+from ..operands import tensor
 
 aten = torch.ops.aten
 

@@ -106,8 +106,7 @@ def check_result(node: fx.Node, product: fx.Node) -> None:
 
 def text(node: fx.Node) -> str:
     """Dtype and shape, for reports."""
-    found = value(node)
-    return f"{dtype_name(found.dtype)}{[int(s) if isinstance(s, int) else str(s) for s in found.shape]}"
+    return operands.text(value(node))
 
 
 def called(node: fx.Node) -> str:

@@ -42,11 +42,10 @@ from ..graph.products import (
     is_pointwise,
     product,
     same_sizes,
-    tensor,
     through,
     value,
 )
-from ..operands import holds
+from ..operands import holds, tensor
 from ..reasons import Reason, Said
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import fx
 
-from ..operands import holds
+from ..operands import holds, tensor
 
 aten = torch.ops.aten
 
@@ -102,13 +102,7 @@ def kind(node: fx.Node) -> Kind:
     return found[1]
 
 
-def tensor(node: Any) -> torch.Tensor | None:
-    """The fake value of a node, if it is a tensor."""
-    found = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return found if isinstance(found, torch.Tensor) else None
-
-
-def value(node: fx.Node) -> torch.Tensor:
+def value(node: Any) -> torch.Tensor:
     """The fake value of a node that is known to be a tensor."""
     found = tensor(node)
     assert found is not None, node

@@ -24,7 +24,7 @@ from .. import _inductor, reporting
 from .._inductor import hint
 from ..graph import products
 from ..graph.builder import Builder
-from ..graph.products import tensor
+from ..operands import tensor
 
 aten = torch.ops.aten
 

@@ -25,7 +25,7 @@ from ...fusion import Candidate, Fusion, Scope, nodes_of
 from ...graph.builder import Builder
 from ...graph.facts import change
 from ...graph.inlined import put_in_place
-from ...graph.products import unviewed
+from ...graph.products import unviewed, value
 from ...layouts import pinning
 from ...operands import tensor
 from .known import BROADCAST_NUMBER, CUDNN_ONE_QUERY, CUDNN_PADDED_KEYS, CUDNN_PLANS, KNOWN, Defect
@@ -141,7 +141,7 @@ class CudnnCalls(Candidate):
 
 def _has_one_query(call: fx.Node) -> bool:
     """Whether a backward has one query, no mask and no dropout, which torch does not give to cuDNN then."""
-    one = known_true(_value(call.args[_QUERY]).shape[2] == 1)
+    one = known_true(value(call.args[_QUERY]).shape[2] == 1)
     return one and _argument(call, _BIAS) is None and not _argument(call, _DROPOUT)
 
 
@@ -178,7 +178,7 @@ class _Backward:
         """Replace the call; whether its keys were padded, or its rows shifted."""
         arguments: list[Any] = list(self.call.args)
         arguments.append(self.call.kwargs.get("scale"))
-        keys = _value(arguments[_KEY]).shape[2]
+        keys = value(arguments[_KEY]).shape[2]
         low = arguments[_BIAS] is not None and not known_true(keys % TILE != TILE // 2)
         padded = low and isinstance(keys, int) and not arguments[_DROPOUT]
         if padded:
@@ -200,8 +200,8 @@ class _Backward:
 
     def _padded_bias(self, bias: fx.Node, extra: int) -> fx.Node:
         """With columns for keys that nobody sees; dims that are expanded stay so."""
-        shape = list(_value(bias).shape)
-        for dim, step in enumerate(_value(bias).stride()[:-1]):
+        shape = list(value(bias).shape)
+        for dim, step in enumerate(value(bias).stride()[:-1]):
             if step == 0 and not known_true(shape[dim] == 1):
                 bias = self.build.call(aten.slice.Tensor, bias, dim, 0, 1)
         bias = self.build.call(aten.constant_pad_nd.default, bias, [0, extra], -math.inf)
@@ -215,16 +215,16 @@ class _Backward:
         The shift is a number of the mask's dtype, so that the mask of keys with a weight stays exact. A fully
         masked row has weights of 0 with any logsumexp.
         """
-        dtype = _value(bias).dtype
+        dtype = value(bias).dtype
         rounded = self.build.to(self.build.to(logsumexp, dtype), torch.float32)
-        zero = self.build.call(aten.full.default, [], 0.0, dtype=torch.float32, device=_value(bias).device)
+        zero = self.build.call(aten.full.default, [], 0.0, dtype=torch.float32, device=value(bias).device)
         low = self.build.call(aten.lt.Scalar, logsumexp, LOW)
         hidden = self.build.call(aten.eq.Scalar, logsumexp, -math.inf)
         shift = self.build.call(aten.where.self, low, rounded, zero)
         shift = self.build.call(aten.where.self, hidden, zero, shift)
         kept = self.build.call(aten.sub.Tensor, logsumexp, shift)
         kept = self.build.call(aten.where.self, hidden, zero, kept)
-        if _value(shift).dim() < _value(bias).dim():
+        if value(shift).dim() < value(bias).dim():
             shift = self.build.call(aten.unsqueeze.default, shift, -1)
         moved = self.build.call(aten.sub.Tensor, self.build.to(bias, torch.float32), shift)
         return kept, self.build.to(moved, dtype)
@@ -242,14 +242,8 @@ class _Backward:
 
 def _fits(node: fx.Node, dim: int, size: Any) -> bool:
     """Whether a dim is not expanded: it has its size, or is that of the keys, which was padded."""
-    own = _value(node).shape[dim]
-    return dim == _value(node).dim() - 1 or known_true(own == size)
-
-
-def _value(node: Any) -> torch.Tensor:
-    found = tensor(node)
-    assert found is not None
-    return found
+    own = value(node).shape[dim]
+    return dim == value(node).dim() - 1 or known_true(own == size)
 
 
 FUSION = Fusion(

@@ -23,13 +23,12 @@ from ...graph.products import (
     restored,
     same_sizes,
     scaled,
-    tensor,
     through,
     value,
     widens,
     zero_padding,
 )
-from ...operands import holds
+from ...operands import holds, tensor
 from .masks import masked, narrow_product
 
 aten = torch.ops.aten

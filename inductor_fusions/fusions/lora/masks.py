@@ -19,9 +19,9 @@ from ...graph.products import (
     is_floating,
     same_sizes,
     scaled,
-    tensor,
     value,
 )
+from ...operands import tensor
 from .op import NARROW_MM
 
 #: What a mask is drawn by, and what its seed comes from.

@@ -23,10 +23,10 @@ from ...graph.products import (
     product,
     readers,
     summands,
-    tensor,
     through,
     value,
 )
+from ...operands import tensor
 from ...reasons import Reason
 from .adapters import MOST_RANK, is_low_rank, step
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....decisions.devices import OLDEST
 from ....lowering import define
 
 #: Dtypes of q, k and v that the kernels take.
@@ -24,8 +25,6 @@ MASKS = (torch.float32, torch.bfloat16, torch.float16)
 MOST_DIM = 256
 #: Rows of a tile at most: queries of heads that share keys.
 MOST_ROWS = 32
-#: Compute capability from which on they compile.
-CAPABILITY = (8, 0)
 
 
 def _called(fn: Callable[..., Any], *args: Any) -> Any:
@@ -50,7 +49,7 @@ def lowest_of(mask: Any, dtype: torch.dtype, call: Callable[..., Any] = _called)
 def _has_kernel(q: Tensor) -> bool:
     """Whether there are kernels for the device of a tensor."""
     is_nvidia = q.is_cuda and torch.version.hip is None
-    return is_nvidia and torch.cuda.get_device_capability(q.device) >= CAPABILITY
+    return is_nvidia and torch.cuda.get_device_capability(q.device) >= OLDEST
 
 
 def _launches(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *_: Any) -> bool:

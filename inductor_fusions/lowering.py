@@ -12,7 +12,6 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _inductor, config
-from .decisions import devices
 from .fusion import Rejected
 
 log = logging.getLogger(__name__)
@@ -96,7 +95,7 @@ def check_device(device: torch.device) -> None:
         raise Rejected("the passes are not installed, so the cache key would not cover the kernel")
     if device.type != "cuda":
         raise Rejected(f"no kernel supports devices of type {device.type}")
-    if torch.cuda.get_device_capability(device) < devices.OLDEST:
+    if torch.cuda.get_device_capability(device) < (8, 0):
         raise Rejected("the device is older than compute capability 8.0")
 
 

@@ -263,12 +263,7 @@ def _variant(
     }
     if chosen.across:
         meta["ACROSS"] = True
-    wider = {}
     if chosen.template == "persistent":
-        for dtype in (torch.float32, torch.float64):
-            fitted = configurations.fitted(chosen, problem, arch, dtype)
-            if fitted != chosen:
-                wider[dtype.itemsize] = {"SUBTILES": fitted.subtiles, "num_stages": fitted.num_stages}
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         meta |= {
             "SUBTILES": chosen.subtiles,
@@ -291,5 +286,15 @@ def _variant(
         num_stages=chosen.num_stages,
         outputs=structure.outputs,
         early=early,
-        wider=wider,
+        wider=_wider(chosen, problem, arch),
     )
+
+
+def _wider(chosen: configurations.Config, problem: Problem, arch: int) -> dict[int, dict[str, int]]:
+    """Constants of a persistent kernel whose results get wider in its epilogue, by their bytes."""
+    found: dict[int, dict[str, int]] = {}
+    for dtype in (torch.float32, torch.float64) if chosen.template == "persistent" else ():
+        fitted = configurations.fitted(chosen, problem, arch, dtype)
+        if fitted != chosen:
+            found[dtype.itemsize] = {"SUBTILES": fitted.subtiles, "num_stages": fitted.num_stages}
+    return found

@@ -22,7 +22,7 @@ from .common import PROG, JsonFlag, UserError, console, imports_from, print_json
 from .issue import Collector
 from .issue import write as write_issue
 
-#: What follows the script is the script's.
+#: Arguments after the name of the script belong to the script.
 REST = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 

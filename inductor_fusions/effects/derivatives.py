@@ -18,7 +18,7 @@ from .writes import nodes_in, storage, written
 
 #: Calls that take a gradient of their first argument.
 _GRADIENTS = frozenset({"_autograd_grad", "grad"})
-#: Where `torch.autograd.grad` is told that it is given several at once.
+#: Position of `is_grads_batched` among the arguments of `torch.autograd.grad`.
 _BATCHED = 6
 FORWARD = ("_jvp_increment_nesting", "_enter_dual_level", "enter_dual_level")
 REVERSE = ("_grad_increment_nesting",)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 _ADD = (aten.add.Tensor, aten.add.Scalar)
-#: The arguments of `block_mm` in front of those of a norm.
+#: How many arguments `block_mm` has before those of a norm.
 _PLAIN = 11
 
 

@@ -28,9 +28,9 @@ from ..graph.facts import change
 from ..operands import tensor
 from .copies import EVEN, OWN, dense_order
 
-#: The strides of their results do not depend on those of their first operand.
+#: Operations whose results have strides that do not depend on those of the first operand.
 _SETTLING = frozenset("linear bmm mm addmm baddbmm multi_head_attention_forward".split())
-#: Their results are always new memory. The result of another operation may be its operand or a view of it:
+#: Operations whose results are always new memory. The result of another may be its operand or a view of it:
 #: that of a dropout in evaluation, of `reshape`, `contiguous` and `to`.
 _NEW = frozenset(
     "add sub mul div truediv rsub neg pow exp log sqrt rsqrt tanh sigmoid relu gelu silu sin cos abs clamp "
@@ -39,7 +39,7 @@ _NEW = frozenset(
 )
 #: Calls that return gradients: new memory, with the layout that the backward of a fused operation gives them.
 _GRADIENTS = frozenset({"autograd_grad", "grad"})
-#: Read strides, or the memory as it lies.
+#: Operations whose results depend on the strides or the memory layout of an operand.
 _STRIDED = frozenset(
     "as_strided stride storage_offset data_ptr is_contiguous unfold resize resize_as set "
     "untyped_storage".split()

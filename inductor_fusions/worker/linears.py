@@ -16,7 +16,7 @@ from .case import Case, Tensors, UnableError, generator
 
 #: Factor of every adapter: lora_alpha / r.
 SCALE = 2.0
-#: What a dropout keeps.
+#: The share of elements that a dropout keeps.
 KEPT = 0.9
 
 

@@ -269,7 +269,7 @@ def _check_sum(site: Attention, bounded: bool) -> None:
         )
 
 
-#: What makes no weights of weights.
+#: Operations on weights whose results are no weights.
 _RESULTS = PRODUCTS | {"sum"}
 _DIFFERENCE = Reason.IN_BETWEEN(
     "the weights of two softmaxes are subtracted or added (differential attention): fused, both results "

@@ -42,11 +42,11 @@ _BETWEEN = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
     "conv1d", "conv2d", "conv3d", "cat", "stack", "pad", "scatter", "topk", "max", "select",
 }  # fmt: skip
 
-#: What takes single weights, of which each multiplies a value of its own in a loop.
+#: Operations that take single weights, each of which multiplies a value of its own in a loop.
 _PARTS = frozenset("getitem select unbind split split_with_sizes chunk topk max".split())
 _LOGARITHMS = frozenset("log log2 log1p log_softmax log_sigmoid".split())
 
-#: What may stand between scores that two softmaxes read and either of them.
+#: Operations that may be between scores and one of two softmaxes that read them.
 _OF_SCORES = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
     "getattr", "mul", "div", "add", "sub", "masked_fill", "where",
 }  # fmt: skip

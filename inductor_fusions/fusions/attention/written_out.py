@@ -30,9 +30,9 @@ from ...reasons import Reason
 from .normal_form import Attention
 
 SOFTMAXES = ("softmax", "_softmax")
-#: By what the exponent of each is multiplied, to be one of e.
+#: Functions base ** x, and ln(base): base ** x = exp(x * ln(base)).
 EXPONENTIALS = {"exp": 1.0, "exp2": math.log(2.0)}
-#: What people do to exponentials and their sum before they divide.
+#: Operations that may be on exponentials and their sum before the division.
 _STEPS = CASTS | COPIES | VIEWS | PRODUCTS | frozenset(
     "mul add where masked_fill clamp clamp_min clamp_max maximum max sum getitem dropout nan_to_num".split()
 )  # fmt: skip

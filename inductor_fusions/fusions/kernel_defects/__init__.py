@@ -47,7 +47,7 @@ _GRADIENT, _QUERY, _KEY, _VALUE, _LOGSUMEXP = 0, 1, 2, 3, 5
 _BIAS, _MAX_KEYS, _DROPOUT, _CAUSAL = 8, 12, 13, 14
 #: Operations whose operands Inductor lays out for SDPA's kernels.
 _CALLS = [*SDPA_FORWARDS, *SDPA_BACKWARDS]
-#: What their last dim is asked to be a multiple of.
+#: The last dim of these operands is a multiple of this.
 _ALIGNED = 8
 #: Keys of a tile of the backward.
 TILE = 128

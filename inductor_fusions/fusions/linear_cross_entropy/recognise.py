@@ -25,7 +25,7 @@ from . import log_probabilities
 from .logits import Logits, is_as_wide, walk
 from .parts import rows_of
 
-#: What a loss is looked for by, beside log-probabilities.
+#: The operations at which a loss is looked for, beside those that pick log-probabilities.
 _LOSSES = ("cross_entropy", "nll_loss")
 _REDUCTIONS: dict[Any, str] = {0: "none", 1: "mean", 2: "sum"}
 #: The operations of hand-written losses.

@@ -51,7 +51,8 @@ class _Term:
         return self if other is None else _Term(self.node, self.by + other.by, self.alone + other.alone)
 
 
-#: By what two terms are one: ("up", node), ("base", input, weight, whether by rows) or ("bias", node).
+#: The terms of a sum by key; terms with equal keys are added up. Keys are
+#: ("up", node), ("base", input, weight, whether by rows) or ("bias", node).
 _Terms = dict[tuple[Any, ...], _Term]
 
 

@@ -25,7 +25,7 @@ from ...operands import same_shape, tensor
 
 OTHER_ROWS = "the factors have different rows, such as all pairs of the rows of two tensors"
 _POINTWISE = frozenset("mul div relu tanh sigmoid dropout".split())
-#: What reads scores and logits, and what may be in between.
+#: Operations that read scores or logits, and operations that may be in between.
 _NORMALISED = frozenset("softmax _softmax log_softmax logsumexp cross_entropy exp".split())
 _SCORES = VIEWS | CASTS | TRANSPOSES | frozenset("mul div add sub masked_fill where".split())
 COLUMNS = "a convolution reads the products of the rows, as channels of each column"

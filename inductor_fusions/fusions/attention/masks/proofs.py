@@ -93,7 +93,7 @@ def visibility(value: Value, factor: float = 1.0, cancels: bool = True) -> tuple
 #: Scores are taken to stay far above this, so that a masked key has weight exp(-10000) = 0: -10000, as
 #: bfloat16 rounds it.
 LARGEST_FILL = -9984.0
-#: A number that is added to all scores of a row is not seen, unless they lose their digits in it.
+#: A softmax cancels a number that is added to all scores of a row; above this one, they lose digits.
 LARGEST_SHIFT = 1e3
 
 

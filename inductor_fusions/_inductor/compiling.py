@@ -35,7 +35,7 @@ def fresh_compile() -> Iterator[None]:
 
 
 def compile_each_anew() -> None:
-    """From now on no cache is read or written, and the processor that compiles is this process's own."""
+    """Compile without caches from now on, in this process alone."""
     import torch._dynamo
 
     inductor_config().force_disable_caches = True

@@ -138,7 +138,7 @@ class Source:
 
     @property
     def shift(self) -> float:
-        """By how many doublings the table's device needs more tokens to be equally full."""
+        """How many doublings of tokens fill the table's device as full as this one."""
         if self.whose is None or self.of is None:
             return 0.0
         return math.log2(self.whose.multiprocessors / self.of.multiprocessors)

@@ -391,7 +391,7 @@ def _mark(site: Site, fusion: Fusion, journal: Journal, number: int) -> None:
 
 
 def _tell(site: Site) -> None:
-    """Into the report, the counters and the logs."""
+    """Tell the report, the counters and the logs of a site."""
     reporting.record(site)
     misses = _inductor.artifact_log(__name__, MISSES) if site.verdict != "fused" else None
     if misses is not None:

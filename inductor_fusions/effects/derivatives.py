@@ -71,7 +71,7 @@ class Derivatives:
         return self._reasons.get(node, "")
 
     def refused_operation(self, node: fx.Node) -> str:
-        """As `refused`, for an operation of this package, which has no rules for torch.func either."""
+        """Why an operation of this package is refused: it has no rules for torch.func either."""
         if self.modes.at(node).within(*REVERSE):
             return "inside torch.func.grad, which the fused operation does not support"
         return self.refused(node)

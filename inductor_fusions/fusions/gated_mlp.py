@@ -253,7 +253,7 @@ def _inputs(side: fx.Node) -> set[Any]:
 
 
 def _other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], Said] | None:
-    """Both linears of what looks like a gated pair, and why they are left."""
+    """The two linears of what looks like a gated pair, and why they are left."""
     functions, sides, others = list[str](), list[fx.Node](), set[fx.Node]()
     for argument in root.args:
         waiting, ends, seen, names = [argument], set[fx.Node](), set[fx.Node](), set[str]()

@@ -264,7 +264,7 @@ class Emitter:
         return self._per_head(own, self.build.call("detach", self._score_change(k, v)))
 
     def _score_change(self, k: fx.Node, v: fx.Node) -> fx.Node:
-        """By how much the result of a fully masked row changes with its query: scale / n * k^T (v - mean)."""
+        """The derivative of the result of a fully masked row by its query: scale / n * k^T (v - mean)."""
         build, problem = self.build, self.problem
         fixed = build.call("detach", v)
         centred = build.call(torch.sub, fixed, build.call(torch.mean, fixed, -2, True))

@@ -65,11 +65,11 @@ class Below:
     scalers: tuple[tuple[str, Any, tuple[Any, ...]], ...] = ()
 
     def times(self, number: float) -> Below:
-        """The same for scores that a number multiplies first."""
+        """The normal form of scores that a number multiplies first."""
         return replace(self, factor=self.factor * number)
 
     def scaled(self, name: str, by: Term) -> Below:
-        """The same for scores that a tensor multiplies ("mul") or divides ("div") first."""
+        """The normal form of scores that a tensor multiplies ("mul") or divides ("div") first."""
         return replace(self, scalers=(*self.scalers, (name, by.node, by.lead)))
 
 

@@ -103,7 +103,7 @@ class Operand(torch_ops.Seen):
         return self if self.value.dtype == dtype else self.then("to", dtype)
 
     def padded(self, rank: int) -> Operand:
-        """With dims of size 1 in front, up to `rank` dims."""
+        """The operand with dims of size 1 in front, up to `rank` dims."""
         missing = rank - self.value.dim()
         return self if missing <= 0 else self.then("reshape", (*([1] * missing), *self.shape))
 

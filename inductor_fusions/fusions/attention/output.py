@@ -65,7 +65,7 @@ def read_epilogue(
 
 
 class _Walk:
-    """From the softmax down to the products, an operation at a time; what is read goes into `site`.
+    """Walks from the softmax down to the products, an operation at a time, and reads each into `site`.
 
     Attributes:
         node: the weights, as far as they are read.

@@ -194,7 +194,7 @@ def recognise(softmax: fx.Node, interpreter: Interpreter, beside: Collection[fx.
 
 
 def _arrangements(rank: int, columns: int) -> Iterator[Arrangement]:
-    """Each dim as that of the queries, the nearest of the dim of the keys first; then none: one query."""
+    """Arrangements with each dim as that of the queries, the nearest to the keys first; then with none."""
     others = [d for d in range(rank) if d != columns]
     for rows in sorted(others, key=lambda d: (abs(d - columns), d)):
         yield Arrangement.of(rank, rows, columns)

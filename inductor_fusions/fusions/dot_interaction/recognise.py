@@ -305,7 +305,7 @@ def squared(z: fx.Node) -> fx.Node | None:
 
 
 def _of_einsum(op: Op) -> fx.Node | None:
-    """As of "bid,bjd->bij", with any letters."""
+    """The features of an einsum "bid,bjd->bij", with any letters, or None."""
     try:
         found = equation(op)
     except Rejected:

@@ -199,7 +199,7 @@ class _Backward:
         return low
 
     def _padded_bias(self, bias: fx.Node, extra: int) -> fx.Node:
-        """With columns for keys that nobody sees; dims that are expanded stay so."""
+        """The bias with columns for masked keys; expanded dims stay expanded."""
         shape = list(value(bias).shape)
         for dim, step in enumerate(value(bias).stride()[:-1]):
             if step == 0 and not known_true(shape[dim] == 1):
@@ -230,7 +230,7 @@ class _Backward:
         return kept, self.build.to(moved, dtype)
 
     def _cut(self, made: fx.Node, keys: int) -> None:
-        """Only the gradients of keys that there are."""
+        """Cut the gradients of the padded keys off."""
         for user in list(made.users):
             if user.args[1] in (1, 2):
                 readers = list(user.users)

@@ -75,7 +75,7 @@ class Logits:
 
 
 def walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> Logits:
-    """From logits, whose last dim are the classes, up to the linear that makes them.
+    """Walk from logits, whose last dim are the classes, up to the linear that computes them.
 
     Args:
         path, replayed: the nodes behind them, the last one first.

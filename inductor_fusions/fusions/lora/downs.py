@@ -81,7 +81,7 @@ def _down(members: list[Product]) -> Down:
 
 
 def marked(graph: fx.Graph, place: Place) -> Place:
-    """The same place, named by a node of its own: views that places are named by move on the way."""
+    """The place, named by a node of its own: the views that name places move on the way."""
     with graph.inserting_before(place.before):
         return replace(place, before=graph.call_function(operator.pos, (0,)))
 

@@ -187,7 +187,7 @@ def normalised(up: fx.Node, scope: Inputs) -> Candidate | None:
 
 
 class Normalised(Candidate):
-    """Such a sum, which becomes the product of the vector with a sum.
+    """A sum that becomes the product of a vector with a sum.
 
     Args:
         base: the term of the linear.

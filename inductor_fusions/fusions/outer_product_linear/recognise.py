@@ -149,7 +149,7 @@ def _of_other_factors(op: Op, made: torch.Tensor, width: Any, inner: bool) -> st
 
 
 def _of_broadcast(op: Op, made: torch.Tensor, width: Any, inner: bool) -> str:
-    """The same of a product of columns and rows that are broadcast against each other."""
+    """Why a product of columns and rows that are broadcast against each other is left; else ""."""
     parts = [tensor(side) for side in (op.input, op["other"])]
     shapes = [part.shape for part in parts if part is not None and part.dim() == made.dim()]
     if len(shapes) != 2 or made.dim() < 3:
@@ -166,7 +166,7 @@ def _of_broadcast(op: Op, made: torch.Tensor, width: Any, inner: bool) -> str:
 
 
 def _of_other_einsum(op: Op, made: torch.Tensor, width: Any, inner: bool) -> str:
-    """The same of an einsum."""
+    """Why an outer product in an einsum is left; else ""."""
     text = op["equation"]
     if not isinstance(text, str) or "->" not in text or "," not in text:
         return ""

@@ -32,7 +32,7 @@ def _called(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def lowest_of(mask: Any, dtype: torch.dtype, call: Callable[..., Any] = _called) -> Any:
-    """Up to which number an additive mask hides a key from a query: (B or 1, H or 1, Q or 1).
+    """The largest number with which an additive mask hides a key from a query: (B or 1, H or 1, Q or 1).
 
     That is the lowest number of its dtype. Beside a key that it does not hide, the weight of such a key is
     exp(lowest - highest) = 0. Where it hides all keys of a query with that number, it hides none: the scores

@@ -18,7 +18,7 @@ Inputs = Sequence[Any] | Mapping[str, Any]
 Outcome = tuple[Any, dict[str, torch.Tensor | None], tuple[torch.Tensor, ...]]
 
 
-class Exact(TorchFunctionMode):
+class Float64Mode(TorchFunctionMode):
     """Replaces every floating dtype by float64: in casts, in factories, and as the default dtype.
 
     A cast to float8 is kept, because it quantises.
@@ -129,7 +129,7 @@ def exact(
     """Run once, eagerly and in float64; a module as a copy. Arguments as of `run`."""
     wide = copy.deepcopy(fn).double() if isinstance(fn, nn.Module) else fn
     wide_args, wide_kwargs = cast((args, kwargs), torch.float64)
-    with Exact():
+    with Float64Mode():
         return run(wide, wide, wide_args, wide_kwargs, train, [c.double() for c in cotangents])
 
 

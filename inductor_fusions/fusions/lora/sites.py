@@ -285,8 +285,10 @@ class Adapted(Candidate):
     def _emit_down(
         self, down: downs.Down, moved: set[fx.Node], finish: list[Callable[[], None]]
     ) -> dict[fx.Node, tuple[fx.Node, fx.Node | None]]:
-        """Adds one skinny GEMM; returns its results by down-projection: as they are, and as the block
-        GEMM reads them, with the factor of the adapter, where that differs."""
+        """Add one skinny GEMM; returns the results of each down-projection.
+
+        The second of them is the form that the grouped GEMM reads, with the factor of the adapter, or None.
+        """
         dtype = value(self.group[0].bases[0].a).dtype
         scales = {a.down.node: a.scale for a in adapters_of(self.group) if a.middle is None}
 

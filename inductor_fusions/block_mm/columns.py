@@ -17,8 +17,8 @@ from torch import fx
 
 from ..graph.builder import Builder
 from ..graph.dims import Selection, selection
-from ..graph.products import RESHAPES, VIEWS, Product, product, same_sizes, value
-from ..operands import tensor
+from ..graph.products import RESHAPES, VIEWS, Product, product, same_sizes
+from ..operands import tensor, value
 
 aten = torch.ops.aten
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.products import CASTS, MUL, RESHAPES, product, value
-from ..operands import holds, tensor
+from ..graph.products import CASTS, MUL, RESHAPES, product
+from ..operands import holds, tensor, value
 from .columns import SPLITS, columns
 from .op import ACTIVATIONS, QUICK
 

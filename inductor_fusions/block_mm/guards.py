@@ -13,8 +13,8 @@ from .._inductor import known_true, max_autotune
 from ..decisions import Span
 from ..decisions.tables import dtype_name
 from ..fusion import LeftToStock, Rejected, Reported
-from ..graph.products import VIEWS, Product, identity, product, value
-from ..operands import tokens_of
+from ..graph.products import VIEWS, Product, identity, product
+from ..operands import tokens_of, value
 from ..reasons import Reason, Said
 from .columns import SPLITS
 from .heuristics import choose, decided

@@ -9,7 +9,8 @@ from torch import fx
 
 from ..fusion import Candidate
 from ..graph.builder import Builder, substitute
-from ..graph.products import RESHAPES, aten, is_pointwise, products, readers, value
+from ..graph.products import RESHAPES, aten, is_pointwise, products, readers
+from ..operands import value
 from . import guards
 
 

@@ -34,18 +34,8 @@ from ..fusion import Candidate, Fusion, Rejected, Scope
 from ..graph.builder import Builder, substitute
 from ..graph.facts import facts
 from ..graph.placement import Place
-from ..graph.products import (
-    CASTS,
-    RESHAPES,
-    Product,
-    identity,
-    is_pointwise,
-    product,
-    same_sizes,
-    through,
-    value,
-)
-from ..operands import holds, tensor
+from ..graph.products import CASTS, RESHAPES, Product, identity, is_pointwise, product, same_sizes, through
+from ..operands import holds, tensor, value
 from ..reasons import Reason, Said
 
 if TYPE_CHECKING:

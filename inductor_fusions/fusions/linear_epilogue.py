@@ -33,9 +33,8 @@ from ..graph.products import (
     products_of,
     readers,
     through,
-    value,
 )
-from ..operands import known_size, tensor
+from ..operands import known_size, tensor, value
 from ..reasons import Reason
 
 if TYPE_CHECKING:

@@ -39,9 +39,8 @@ from ..graph.products import (
     readers,
     same_sizes,
     through,
-    value,
 )
-from ..operands import holds
+from ..operands import holds, value
 from ..reasons import Reason
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from .._inductor import hint, was_erased
-from ..operands import tensor
+from ..operands import tensor, value
 from ..reasons import Reason
-from .products import Product, kind, operands_of, readers, unviewed, value
+from .products import Product, kind, operands_of, readers, unviewed
 from .profile import Interval, Profile
 
 #: What the peak may grow by: relative to it, and in bytes, to which CUDA's allocator rounds large blocks up.

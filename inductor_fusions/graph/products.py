@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import fx
 
-from ..operands import holds, tensor
+from ..operands import holds, tensor, value
 
 aten = torch.ops.aten
 
@@ -100,13 +100,6 @@ def kind(node: fx.Node) -> Kind:
     if found is None or found[0] is not target:
         found = _KINDS[id(target)] = (target, _kind_of(target))
     return found[1]
-
-
-def value(node: Any) -> torch.Tensor:
-    """The fake value of a node that is known to be a tensor."""
-    found = tensor(node)
-    assert found is not None, node
-    return found
 
 
 def product(node: Any) -> Product | None:

@@ -30,7 +30,7 @@ from ..._inductor import flex_backward_op
 from ...block_mm.guards import text
 from ...fusion import Candidate, Fusion, Scope
 from ...graph.inlined import put_in_place
-from ...graph.products import value
+from ...operands import value
 from ...reasons import Reason
 from .aliasing import Mutations
 from .masks import Bool, Interpreter, affine, identity, is_condition, reduce, substitute

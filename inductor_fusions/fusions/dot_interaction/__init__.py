@@ -22,7 +22,7 @@ from ...fusion import Candidate, Fusion, Reported
 from ...graph import torch_ops
 from ...graph.builder import Builder
 from ...layouts.keeping import Keeping
-from ...operands import check_device, check_kind, profitable, tensor, text
+from ...operands import check_device, check_kind, profitable, tensor, text, value
 from ...reasons import Reason
 from . import recognise, unsupported
 from .op import DOT_INTERACTION, DOT_PAIRS, DTYPES, fits, takes
@@ -56,8 +56,7 @@ class DotInteraction(Candidate):
         return found if self.site.dense is None else {**found, "dense": text(tensor(self.site.dense))}
 
     def savings(self) -> dict[str, int]:
-        t = tensor(self.site.t)
-        assert t is not None
+        t = value(self.site.t)
         samples, features, _ = t.shape
         if not isinstance(samples, int):
             return {}
@@ -109,8 +108,7 @@ class DotInteraction(Candidate):
 
     def _cells(self) -> fx.Node:
         """The cells of the pairs in the matrix of products: gathered from all, which checks the indices."""
-        t = tensor(self.site.t)
-        assert t is not None
+        t = value(self.site.t)
         features = t.shape[1]
         build = Builder(self.site.last, self.anchor)
         cells = build.call(torch.arange, features * features, device=t.device)

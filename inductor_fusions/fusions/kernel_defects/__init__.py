@@ -25,9 +25,9 @@ from ...fusion import Candidate, Fusion, Scope, nodes_of
 from ...graph.builder import Builder
 from ...graph.facts import change
 from ...graph.inlined import put_in_place
-from ...graph.products import unviewed, value
+from ...graph.products import unviewed
 from ...layouts import pinning
-from ...operands import tensor
+from ...operands import tensor, value
 from .known import BROADCAST_NUMBER, CUDNN_ONE_QUERY, CUDNN_PADDED_KEYS, CUDNN_PLANS, KNOWN, Defect
 from .op import CUDNN_BACKWARD
 from .products import SDPA_BACKWARDS, SDPA_FORWARDS, gradients

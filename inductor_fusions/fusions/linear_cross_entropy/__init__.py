@@ -25,7 +25,7 @@ from ...effects.writes import check_between, check_kept, effects, may_alias, sto
 from ...fusion import Candidate, Fusion, Reported, Scope
 from ...graph.torch_ops import CASTS, VIEWS, read, reads_metadata
 from ...layouts.keeping import Keeping
-from ...operands import check_kind, profitable, tensor, text, tokens_of
+from ...operands import check_kind, profitable, tensor, text, tokens_of, value
 from ...reasons import Reason
 from . import emit, recognise
 from .recognise import LossSite, Unsupported
@@ -51,8 +51,7 @@ class LossHead(Candidate):
         return {name: text(tensor(getattr(self.site, name))) for name in ("h", "w", "labels")}
 
     def savings(self) -> dict[str, int]:
-        logits = tensor(self.site.linear)
-        assert logits is not None
+        logits = value(self.site.linear)
         if not all(isinstance(size, int) for size in logits.shape):
             return {}
         # Written and read once at the least, and in training again as gradients.
@@ -88,8 +87,7 @@ class LossHead(Candidate):
 
     @property
     def _logits(self) -> torch.Tensor:
-        found = tensor(self.site.linear)
-        assert found is not None
+        found = value(self.site.linear)
         return found
 
     def guard(self) -> None:
@@ -189,11 +187,9 @@ class LossHead(Candidate):
             LeftToStock: it is not measured, not faster, or would need more memory.
         """
         site, logits, (wants_h, wants_w, _) = self.site, self._logits, self.wants
-        h, w = tensor(site.h), tensor(site.w)
-        assert h is not None and w is not None
+        h, w = value(site.h), value(site.w)
         classes = int(logits.shape[-1]) if site.columns is None else site.columns[1]
-        labels = tensor(site.labels)
-        assert labels is not None
+        labels = value(site.labels)
         rows = labels.numel()  # of this loss alone, if others read other rows
         if hint(logits.numel()) * logits.itemsize < SMALL:
             raise Reason.NOT_FASTER.left_to_stock("the logits are small, so fusing would save little memory")

@@ -11,7 +11,7 @@ from torch import fx
 from ...graph.builder import Builder
 from ...graph.dims import WHOLE, per_dim
 from ...graph.torch_ops import VIEWS, read
-from ...operands import tensor
+from ...operands import tensor, value
 from .op import LINEAR_CROSS_ENTROPY, SOFTMAX_ROWS
 from .recognise import LossSite
 
@@ -95,8 +95,7 @@ def rows(site: LossSite) -> fx.Node:
 
 def _operands(build: Builder, site: LossSite) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     """h of the rows that the loss reads, as a matrix, w and bias, in the dtype of the logits."""
-    logits = tensor(site.linear)
-    assert logits is not None
+    logits = value(site.linear)
     h, w = site.h, site.w
     for node in site.replayed:
         h = _replayed(build, site, node, h)
@@ -157,8 +156,7 @@ def _labels(build: Builder, site: LossSite) -> fx.Node:
 
 def _as_before(build: Builder, found: fx.Node, site: LossSite) -> fx.Node:
     """A result in the shape and dtype of the loss."""
-    out = tensor(site.loss)
-    assert out is not None
+    out = value(site.loss)
     found = build.to(found, out.dtype)
     if len(build.value(found).shape) != out.dim():
         found = build.call("reshape", found, tuple(out.shape))

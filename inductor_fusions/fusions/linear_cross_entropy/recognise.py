@@ -19,7 +19,7 @@ from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.dims import SELECTS, is_over_last, permutation, selection
 from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, forms, linear_of, read
-from ...operands import holds, tensor
+from ...operands import holds, tensor, value
 from ...reasons import Reason
 from . import log_probabilities
 from .logits import Logits, is_as_wide, walk
@@ -116,8 +116,7 @@ def written_out(node: fx.Node) -> Unsupported | None:
         found = walk(logits, [], [])
     except Rejected:
         return None
-    h, w = tensor(found.h), tensor(found.w)
-    assert h is not None and w is not None
+    h, w = value(found.h), value(found.w)
     losses, ends = behind(found.linear)
     if losses:
         return None  # which are sites of their own

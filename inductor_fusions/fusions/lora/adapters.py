@@ -24,11 +24,10 @@ from ...graph.products import (
     same_sizes,
     scaled,
     through,
-    value,
     widens,
     zero_padding,
 )
-from ...operands import holds, tensor
+from ...operands import holds, tensor, value
 from .masks import masked, narrow_product
 
 aten = torch.ops.aten

@@ -13,7 +13,8 @@ from ..._inductor import was_erased
 from ...fusion import Rejected
 from ...graph.builder import substitute
 from ...graph.placement import Place, find
-from ...graph.products import Product, value
+from ...graph.products import Product
+from ...operands import value
 from .adapters import Source, source
 from .emitter import Emitter
 from .groups import by_width

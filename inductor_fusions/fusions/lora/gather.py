@@ -17,8 +17,8 @@ from torch import fx
 from ...fusion import Candidate
 from ...graph.builder import Builder, substitute
 from ...graph.facts import change, move
-from ...graph.products import VIEWS, transpose_of, unviewed, value
-from ...operands import known_size, tensor
+from ...graph.products import VIEWS, transpose_of, unviewed
+from ...operands import known_size, tensor, value
 from ...reasons import Reason
 from . import narrow, narrow_kernel
 from .op import NARROW_MM

@@ -15,8 +15,8 @@ from ...fusion import Candidate, Rejected
 from ...graph.builder import substitute
 from ...graph.facts import facts
 from ...graph.placement import Place, find
-from ...graph.products import RESHAPES, Product, product, readers, restored, scaled, value
-from ...operands import known_size, tokens_of
+from ...graph.products import RESHAPES, Product, product, readers, restored, scaled
+from ...operands import known_size, tokens_of, value
 from ...reasons import Reason
 from . import narrow, profit
 from .adapters import PERMUTES, is_low_rank, source, unrounded

@@ -38,7 +38,7 @@ from ...graph.builder import Builder
 from ...graph.dims import permuted_by
 from ...graph.torch_ops import CASTS, dropout_p, forms, linear_of, read
 from ...layouts.keeping import Keeping
-from ...operands import check_device, check_kind, known_size, tensor, text, tokens_of
+from ...operands import check_device, check_kind, known_size, tensor, text, tokens_of, value
 from ...reasons import Reason
 from . import narrow, profit
 from .adapters import is_low_rank
@@ -193,8 +193,7 @@ class AdapterInput(Candidate):
 
     def guard(self) -> None:
         site, scope = self.site, self.scope
-        x, a, out = tensor(site.x), tensor(site.a), tensor(site.linear)
-        assert x is not None and a is not None and out is not None
+        x, a, out = value(site.x), value(site.a), value(site.linear)
         check_kind(x, a, out)
         cast = self.cast = dict(scope.modes.at(site.linear).autocast).get(x.device.type)
         if out.dtype != (a.dtype if cast is None else cast) or (cast is not None and x.dtype != cast):
@@ -216,8 +215,7 @@ class AdapterInput(Candidate):
             shape = narrow.Shape(inner, rows, (rank,), "t", x.dtype, a.dtype)
             self.kernel = profit.narrow_kernel(shape, tokens_of(tokens), x.device)
             return
-        outer = tensor(_ups(site.linear)[0])
-        assert outer is not None
+        outer = value(_ups(site.linear)[0])
         problem = profit.Dropped(tokens_of(tokens), inner, int(outer.shape[-1]), rank, x.dtype, out.dtype)
         self.kernel = profit.kernel(problem, x.device)
 
@@ -231,8 +229,7 @@ class AdapterInput(Candidate):
             )
 
     def rewrite(self) -> str:
-        x = tensor(self.site.x)
-        assert x is not None
+        x = value(self.site.x)
         site = self.site = replace(self.site, x=self._kept())
         old = site.linear
         if site.drop is None:
@@ -272,8 +269,7 @@ class AdapterInput(Candidate):
 
     def _mask(self, drop: fx.Node) -> fx.Node:
         """The mask of a dropout, drawn in its place."""
-        inside = tensor(drop)
-        assert inside is not None
+        inside = value(drop)
         build = Builder(drop)
         drawn = build.call(torch.rand_like, self.site.x, dtype=inside.dtype)
         return build.call(torch.gt, drawn, self.site.chance)
@@ -302,8 +298,7 @@ def down_projection(scope: Inputs, match: Match) -> Candidate | None:
 
 def _is_of_a_pair(site: InputSite) -> bool:
     """Whether nothing is kept for a backward, and so few rows get a pair of kernels that cast x."""
-    x, out = tensor(site.x), tensor(site.linear)
-    assert x is not None and out is not None
+    x, out = value(site.x), value(site.linear)
     # Inside a transform of torch.func, a gradient is recorded where a value does not require one.
     kept = torch.is_grad_enabled() or out.requires_grad
     return not kept and known_true(x.shape.numel() <= FEW_ROWS * x.shape[-1])

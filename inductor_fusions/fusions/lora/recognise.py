@@ -32,9 +32,8 @@ from ...graph.products import (
     scaled,
     summands,
     through,
-    value,
 )
-from ...operands import holds, tensor
+from ...operands import holds, tensor, value
 from ...reasons import Reason, Said
 from .adapters import Adapter, Step, adapter_of, step, times_tensor, weighted
 from .columns import parts_of

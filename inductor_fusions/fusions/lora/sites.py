@@ -16,8 +16,8 @@ from ...fusion import Candidate, LeftToStock, Rejected, Scope, nodes_of
 from ...graph.builder import Builder, substitute
 from ...graph.facts import facts
 from ...graph.placement import Place, earliest, find
-from ...graph.products import PRODUCTS, Product, operands_of, products_of, scaled, value
-from ...operands import tokens_of
+from ...graph.products import PRODUCTS, Product, operands_of, products_of, scaled
+from ...operands import tokens_of, value
 from ...reasons import Reason
 from . import accumulate_sites, downs, gather, gradients, profit, round_trips, unsupported
 from .adapters import Adapter, source, unrounded

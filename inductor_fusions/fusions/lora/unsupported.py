@@ -24,9 +24,8 @@ from ...graph.products import (
     readers,
     summands,
     through,
-    value,
 )
-from ...operands import tensor
+from ...operands import tensor, value
 from ...reasons import Reason
 from .adapters import MOST_RANK, is_low_rank, step
 

@@ -22,7 +22,7 @@ from ...fusion import Candidate, Fusion, Reported
 from ...graph.builder import Builder
 from ...graph.torch_ops import forms
 from ...layouts.keeping import Keeping
-from ...operands import check_device, check_kind, profitable, tensor, text
+from ...operands import check_device, check_kind, profitable, tensor, text, value
 from ...reasons import Reason
 from . import recognise
 from .op import OUTER_PRODUCT_LINEAR, dtypes, pairs
@@ -45,8 +45,7 @@ class OuterProductLinear(Candidate):
         return {name: text(tensor(getattr(self.site, name))) for name in ("u", "v", "w")}
 
     def savings(self) -> dict[str, int]:
-        u, v = tensor(self.site.u), tensor(self.site.v)
-        assert u is not None and v is not None
+        u, v = value(self.site.u), value(self.site.v)
         if not all(isinstance(size, int) for size in (*u.shape, *v.shape)):
             return {}
         # The row of products is written once, and read once.
@@ -74,8 +73,7 @@ class OuterProductLinear(Candidate):
             self.note = measured(out, operands)
 
     def rewrite(self) -> str:
-        site, out = self.site, tensor(self.anchor)
-        assert out is not None
+        site, out = self.site, value(self.anchor)
         keeping, factors = Keeping(self.scope.graph), (site.u, site.v)
         # The multiplication keeps a factor where the other one takes a gradient.
         trained = [(t := tensor(node)) is not None and t.requires_grad for node in factors]
@@ -84,8 +82,7 @@ class OuterProductLinear(Candidate):
         if out.requires_grad:
             u, v = (keeping.kept(node, self.anchor, by_eager) for node in factors)
         build = Builder(self.anchor)
-        w, held = site.w, tensor(site.w)
-        assert held is not None
+        w, held = site.w, value(site.w)
         if not site.by_rows:
             w = build.given(held.t(), "t", w)
         # Its shape, dtype, and whether it takes a gradient, are those of what it replaces.

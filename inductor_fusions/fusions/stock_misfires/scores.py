@@ -13,7 +13,7 @@ from ...effects.inplace import readers
 from ...fusion import Candidate
 from ...graph.facts import change
 from ...graph.torch_ops import read
-from ...operands import tensor
+from ...operands import tensor, value
 from ...reasons import Reason
 from .equivalent import EquivalentRewrite
 from .walk import PRODUCTS, between, factors, name_of
@@ -36,8 +36,7 @@ class Alpha(EquivalentRewrite):
         node = self.anchor
         first, other = self._operands()
         alpha: Any = node.kwargs["alpha"]
-        added, result = tensor(other), tensor(node)
-        assert result is not None
+        added, result = tensor(other), value(node)
         if added is not None and added.dtype != result.dtype:  # add casts first
             other = self.call("to", other, result.dtype)
         scaled = self.call(operator.mul, other, alpha) if isinstance(other, fx.Node) else other * alpha

@@ -80,8 +80,8 @@ def clocks(device: str) -> Json:
     return {"cpu": round(statistics.median(now))} if now else found
 
 
-def _under_load(command: Sequence[str], warm_up: float = 0.5, limit: float = 20.0) -> str:
-    """What a command prints while the GPU is busy; "" if it does not end within `limit` seconds."""
+def _under_load(command: Sequence[str]) -> str:
+    """What a command prints while the GPU is busy; "" if it does not end within 20 seconds."""
     start, matrix = time.monotonic(), torch.ones(4096, 4096, dtype=torch.bfloat16, device="cuda")
 
     def work() -> float:
@@ -90,11 +90,11 @@ def _under_load(command: Sequence[str], warm_up: float = 0.5, limit: float = 20.
         torch.cuda.synchronize()
         return time.monotonic() - start
 
-    while work() < warm_up:
+    while work() < 0.5:  # the clocks rise
         pass
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         while process.poll() is None:
-            if work() > limit:
+            if work() > 20.0:
                 process.kill()
                 return ""
         return process.stdout.read() if process.stdout is not None else ""

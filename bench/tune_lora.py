@@ -4,7 +4,7 @@ A row is one or more linears on one input, with an adapter each, at one number o
 
     forward    y_g = x @ W_g + s * (x @ A_g) @ B_g, as PEFT spells it
     backward   dx = sum of dY_g @ W_g + s * (dY_g @ B_g) @ A_g
-    gradient   dB = s * dY^T @ h, or dA = dh^T @ x: one narrow product over all tokens
+    gradient   dB = s * dY^T @ h, or dA = dh^T @ x: one skinny GEMM over all tokens
     step       forward and backward of one linear, through autograd, in the table's configurations
     accumulate y = base + s * (x @ A) @ B, of a base that is in memory
     dropped    as backward, with a mask behind each (dY_g @ B_g) @ A_g
@@ -15,7 +15,7 @@ Its candidates:
     max_autotune   the same with mode="max-autotune-no-cudagraphs"
     frozen         the linears without adapters, by the library
     the others     the fusion, in the configurations of its kernels: of the grouped GEMM first, then of the
-                   narrow product beside the best of those; for few rows, of the pair of kernels; of the
+                   skinny GEMM beside the best of those; for few rows, of the pair of kernels; of the
                    kernel that adds to what is in memory
 
 Each candidate is a CUDA graph that calls it on several sets of operands in turn, so that nothing stays in the

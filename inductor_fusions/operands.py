@@ -36,6 +36,13 @@ def tensor(node: Any) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
+def value(node: Any) -> torch.Tensor:
+    """The fake tensor of a node that is known to have one."""
+    found = tensor(node)
+    assert found is not None, node
+    return found
+
+
 def known_size(size: Any) -> int | None:
     """A size that is a number; None for a symbolic one."""
     return size if isinstance(size, int) else None

@@ -197,10 +197,10 @@ def saved(site: Site) -> str:
     return f"saves about {' and '.join(parts)} in a forward" if parts and site.verdict == "fused" else ""
 
 
-def error_text(error: BaseException, limit: int = 300) -> str:
-    """Type and message of an exception in one line, cut off after `limit` characters."""
+def error_text(error: BaseException) -> str:
+    """Type and message of an exception in one line, cut off after 300 characters."""
     found = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return found if len(found) <= limit else f"{found[:limit]} ..."
+    return found if len(found) <= 300 else f"{found[:300]} ..."
 
 
 def scaled(value: float, base: int, units: tuple[str, ...]) -> str:

@@ -19,7 +19,7 @@ SWITCHES = {
     "no": False,
 }
 
-#: What numbers are said to be.
+#: The valid values of a number, in error messages.
 _NUMBER = "a whole number"
 
 _takes: dict[str, tuple[str, ...]] = {}

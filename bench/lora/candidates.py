@@ -17,7 +17,7 @@ from bench.common import apart
 from bench.lora.rows import Row
 from bench.lora.spellings import ADDED, FUNCTIONS, Operands, Tensors, frozen, narrow_gradient
 
-#: Configurations that are tried: of the grouped GEMM, and of the narrow product beside the best of them.
+#: Configurations that are tried: of the grouped GEMM, and of the skinny GEMM beside the best of them.
 BLOCK_CHOICES, NARROW_CHOICES = 6, 4
 
 
@@ -192,7 +192,7 @@ def first_choices(row: Row, seen: Seen, arch: int, quick: bool) -> list[Choice]:
 
 
 def second_choices(best: Choice, seen: Seen, quick: bool) -> list[Choice]:
-    """Configurations of the narrow product beside the best grouped GEMM."""
+    """Configurations of the skinny GEMM beside the best grouped GEMM."""
     from inductor_fusions.fusions.lora import narrow
 
     if best.block is None or not seen.narrow:

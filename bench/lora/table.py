@@ -66,7 +66,7 @@ def sections(rows: Sequence[Json]) -> dict[str, list[Json]]:
         )  # fmt: skip
         if "decode" in row:
             found["lora_decode"].append({**row["decode"], "tokens": tokens})
-        # What the whole linear gains is not what its narrow product gains alone.
+        # What the whole linear gains is not what its skinny GEMM gains alone.
         found["narrow_mm"] += [{**thin, "tokens": tokens} for thin in row.get("narrow", ())]
         if "block" in row:
             block = dict(row["block"])

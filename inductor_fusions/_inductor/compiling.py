@@ -35,7 +35,7 @@ def fresh_compile() -> Iterator[None]:
 
 
 def compile_each_anew() -> None:
-    """From now on no cache is read or written, and the processor that compiles is this process's own."""
+    """Compile without caches from now on, in this process alone."""
     import torch._dynamo
 
     inductor_config().force_disable_caches = True
@@ -44,7 +44,7 @@ def compile_each_anew() -> None:
 
 
 @contextlib.contextmanager
-def compile_apart() -> Iterator[Callable[..., Any]]:
+def isolated_compile() -> Iterator[Callable[..., Any]]:
     """Gives a `compile(fn, backend, dynamic)` whose work leaves no trace, and that finds none.
 
     Caches on disk are neither read nor written. The code that Dynamo keeps for the caller stays; what is

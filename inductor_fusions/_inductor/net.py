@@ -23,7 +23,7 @@ _MODULE = "torch._inductor.compile_fx"
 #: Marks what stands in for a function of Inductor.
 _OURS = "_inductor_fusions_original"
 
-#: Is given what compiles, the graph, its inputs and the other arguments, and returns what was compiled.
+#: Gets the function that compiles, the graph, its inputs and the other arguments; returns the compiled code.
 Around = Callable[..., Any]
 
 

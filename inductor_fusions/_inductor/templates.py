@@ -183,15 +183,23 @@ def _lower(
         buffer.make_kernel_render = _with_behind(buffer.make_kernel_render)
     if over:
         write_over(buffer, dict(inputs)[over])
-    # Not given to the template itself: torch 2.11 lets only its own operations write into inputs.
-    writes = [ir.MutationOutput(ir.NoneLayout(device=device), value, buffer) for value in more]
-    if writes:
-        buffer.mutated_inputs = more
-        if hasattr(buffer, "mutation_outputs"):
-            buffer.mutation_outputs = [*buffer.mutation_outputs, *writes]
-        else:
-            buffer.outputs = [*buffer.outputs, *writes]
+    if more:
+        _declare_writes(buffer, more, device)
     return [output, *more]
+
+
+def _declare_writes(buffer: Any, more: list[Any], device: torch.device) -> None:
+    """Tell the scheduler that a kernel writes into the buffers of its further outputs.
+
+    They are not given to the template itself: torch 2.11 lets only its own operations write into inputs.
+    """
+    ir = importlib.import_module("torch._inductor.ir")
+    writes = [ir.MutationOutput(ir.NoneLayout(device=device), value, buffer) for value in more]
+    buffer.mutated_inputs = more
+    if hasattr(buffer, "mutation_outputs"):
+        buffer.mutation_outputs = [*buffer.mutation_outputs, *writes]
+    else:
+        buffer.outputs = [*buffer.outputs, *writes]
 
 
 def _with_behind(make: Callable[..., Any]) -> Callable[..., Any]:

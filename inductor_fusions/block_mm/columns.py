@@ -17,7 +17,8 @@ from torch import fx
 
 from ..graph.builder import Builder
 from ..graph.dims import Selection, selection
-from ..graph.products import RESHAPES, SPLITS, VIEWS, Product, product, same_sizes, tensor, value
+from ..graph.products import RESHAPES, SPLITS, VIEWS, Product, product, same_sizes
+from ..operands import tensor, value
 
 aten = torch.ops.aten
 
@@ -33,7 +34,7 @@ class Columns:
 
     @property
     def end(self) -> int:
-        """Behind the last column."""
+        """The column behind the last one."""
         return self.start + self.step * (self.count - 1) + 1
 
     def planned(self) -> Product:
@@ -83,7 +84,7 @@ def is_apart(node: fx.Node) -> fx.Node | None:
 
 
 def halves(call: fx.Node) -> tuple[Columns, Columns] | None:
-    """Both halves of a product that a `glu` over the last dim takes apart."""
+    """The two halves of a product that a `glu` over the last dim splits."""
     given: tuple[Any, ...] = call.args
     source, dim = given[0], given[1] if len(given) > 1 else -1
     whole = _columns(source, 16)

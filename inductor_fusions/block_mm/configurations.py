@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from ..decisions import devices
 from ..decisions.problems import padded
 from .problem import Problem, few_rows, tiles
 
@@ -231,8 +232,8 @@ def _fits_registers(choice: Config, problem: Problem, arch: int) -> bool:
 
 
 def shared_limit(arch: int) -> int:
-    """Shared memory that one thread block may have, in bytes: 99 KiB but on the large chips."""
-    return {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448}.get(arch, 101376)
+    """Shared memory that one thread block may have, in bytes."""
+    return devices.shared_bytes((arch // 10, arch % 10))
 
 
 def shared_bytes(choice: Config, problem: Problem, stored: int = 0) -> int:

@@ -11,7 +11,8 @@ from torch import fx
 from .._inductor import hint
 from ..graph.builder import Builder
 from ..graph.placement import Place
-from ..graph.products import Product, same_sizes, value
+from ..graph.products import Product, same_sizes
+from ..operands import value
 from ..reasons import Reason
 from .op import BLOCK_MM
 

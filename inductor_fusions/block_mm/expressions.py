@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.products import CASTS, MUL, RESHAPES, SPLITS, product, tensor, value
-from ..operands import holds
+from ..graph.products import CASTS, MUL, RESHAPES, SPLITS, product
+from ..operands import holds, tensor, value
 from .columns import columns
 from .op import ACTIVATIONS, QUICK
 
@@ -107,7 +107,7 @@ def _combine(target: Any, operands: list[Any]) -> Any:
 
 def same(first: Any, second: Any) -> bool:
     """Whether two expressions are equal, but for the last digits of their numbers: sqrt(2 / pi) is
-    spelled with more of them or with fewer."""
+    written with more of them or with fewer."""
     if isinstance(first, float) and isinstance(second, float):
         return math.isclose(first, second, rel_tol=1e-5)
     if isinstance(first, tuple) and isinstance(second, tuple):

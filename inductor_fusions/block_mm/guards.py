@@ -13,8 +13,8 @@ from .._inductor import known_true, max_autotune
 from ..decisions import Span
 from ..decisions.tables import dtype_name
 from ..fusion import LeftToStock, Rejected, Reported
-from ..graph.products import SPLITS, VIEWS, Product, identity, product, value
-from ..operands import tokens_of
+from ..graph.products import SPLITS, VIEWS, Product, identity, product
+from ..operands import tokens_of, value
 from ..reasons import Reason, Said
 from .heuristics import choose, decided
 from .op import Call
@@ -105,8 +105,7 @@ def check_result(node: fx.Node, product: fx.Node) -> None:
 
 def text(node: fx.Node) -> str:
     """Dtype and shape, for reports."""
-    found = value(node)
-    return f"{dtype_name(found.dtype)}{[int(s) if isinstance(s, int) else str(s) for s in found.shape]}"
+    return operands.text(value(node))
 
 
 def called(node: fx.Node) -> str:

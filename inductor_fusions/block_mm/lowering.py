@@ -71,9 +71,27 @@ class Lowering(Call):
             left, right, self.groups, self.gated, self.a[0].get_dtype(),
             [(f.a.name, f.b.name) for f in structure.factors], self.names[0],
         )  # fmt: skip
-        arch = heuristics.capability(device)
-        autotune = _inductor.max_autotune()
-        if autotune:
+        arch, autotune = heuristics.capability(device), _inductor.max_autotune()
+        shapes = [(left[p][0][0], right[p][0][1]) for p in self.first()]
+        return _inductor.lower_to_template(
+            name="block_mm",
+            inputs=operands,
+            shapes=shapes[:1] if self.gated else shapes,
+            dtype=self.dtype,
+            dtypes=self.dtypes,
+            device=device,
+            variants=[
+                _variant(chosen, structure, arch, device, problem)
+                for chosen in self._configurations(problem, device, arch)
+            ],
+            stock=self._stock(structure) if autotune and self.eps is None else None,
+        )
+
+    def _configurations(
+        self, problem: Problem, device: torch.device, arch: int
+    ) -> list[configurations.Config]:
+        """The configuration that is decided, or those to measure under `max_autotune`."""
+        if _inductor.max_autotune():
             configs = configurations.candidates(problem, arch)
         else:
             if not self.decided and config.policy != "always":
@@ -91,17 +109,7 @@ class Lowering(Call):
             configs = [chosen for chosen in configs if chosen.template != "persistent"]
         if not configs:
             raise Rejected("TMA needs static sizes and strides that are multiples of 16 bytes")
-        shapes = [(left[p][0][0], right[p][0][1]) for p in self.first()]
-        return _inductor.lower_to_template(
-            name="block_mm",
-            inputs=operands,
-            shapes=shapes[:1] if self.gated else shapes,
-            dtype=self.dtype,
-            dtypes=self.dtypes,
-            device=device,
-            variants=[_variant(config, structure, arch, device, problem) for config in configs],
-            stock=self._stock(structure) if autotune and self.eps is None else None,
-        )
+        return configs
 
     def _check_dtypes(self) -> None:
         first = self.a[0].get_dtype()
@@ -255,12 +263,8 @@ def _variant(
     }
     if chosen.across:
         meta["ACROSS"] = True
-    wider, crowded = {}, {}
+    crowded: dict[str, int] = {}
     if chosen.template == "persistent":
-        for dtype in (torch.float32, torch.float64):
-            fitted = configurations.fitted(chosen, problem, arch, dtype)
-            if fitted != chosen:
-                wider[dtype.itemsize] = {"SUBTILES": fitted.subtiles, "num_stages": fitted.num_stages}
         crowded = {} if problem.gated else {"SUBTILES": configurations.crowded(chosen)}
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         meta |= {
@@ -284,6 +288,16 @@ def _variant(
         num_stages=chosen.num_stages,
         outputs=structure.outputs,
         early=early,
-        wider=wider,
+        wider=_wider(chosen, problem, arch),
         crowded=crowded,
     )
+
+
+def _wider(chosen: configurations.Config, problem: Problem, arch: int) -> dict[int, dict[str, int]]:
+    """Constants of a persistent kernel whose results get wider in its epilogue, by their bytes."""
+    found: dict[int, dict[str, int]] = {}
+    for dtype in (torch.float32, torch.float64) if chosen.template == "persistent" else ():
+        fitted = configurations.fitted(chosen, problem, arch, dtype)
+        if fitted != chosen:
+            found[dtype.itemsize] = {"SUBTILES": fitted.subtiles, "num_stages": fitted.num_stages}
+    return found

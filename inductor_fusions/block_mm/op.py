@@ -113,8 +113,28 @@ def check(call: Call) -> None:
         ValueError: says which.
         RuntimeError: says which, of symbolic sizes.
     """
+    _check_counts(call)
+    _check_matrices(call)
+    for offset, group in zip(call.bias, call.bias_groups, strict=True):
+        first = call.groups.index(group)
+        if offset.dim() not in (1, 2):
+            raise ValueError(f"bias[{group}] of block_mm must be a vector or a matrix, not {offset.dim()}-D")
+        columns = call.b[first].shape[1]
+        _check_size(f"bias[{group}]", "columns", offset.shape[-1], columns, f"b[{first}] has")
+        if offset.dim() == 2:
+            rows = call.a[first].shape[0]
+            _check_size(f"bias[{group}]", "rows", offset.shape[0], rows, f"a[{first}] has")
+    if call.gain is not None:
+        if call.gain.dim() != 1:
+            raise ValueError(f"gain of block_mm must be a vector, not {call.gain.dim()}-D")
+        for p in call.first():
+            _check_size("gain", "elements", call.gain.shape[0], call.a[p].shape[1], f"a[{p}] has columns")
+
+
+def _check_counts(call: Call) -> None:
+    """Refuse lists of lengths, or numbers of groups, that do not fit together."""
     a, b, bias, bias_groups, groups = call.a, call.b, call.bias, call.bias_groups, call.groups
-    scales, activations, gated = call.scales, call.names, call.gated
+    scales, activations = call.scales, call.names
     if not (len(a) == len(b) == len(groups) == len(scales)) or not a:
         raise ValueError(
             f"block_mm needs at least one product, and an a, b, group and scale for each: got {len(a)} in a, "
@@ -129,11 +149,16 @@ def check(call: Call) -> None:
         raise ValueError("block_mm needs a group for each bias")
     if len(set(bias_groups)) != len(bias_groups):
         raise ValueError("a group of block_mm can have only one bias")
-    if gated and count != 2:
+    if call.gated and count != 2:
         raise ValueError(f"a gated block_mm needs two groups, not {count}")
     unknown = set(activations) - set(ACTIVATIONS)
     if unknown:
         raise ValueError(f"block_mm has no activation {unknown.pop()!r}; it supports {sorted(ACTIVATIONS)}")
+
+
+def _check_matrices(call: Call) -> None:
+    """Refuse operands of products whose shapes or dtypes do not fit together."""
+    a, b = call.a, call.b
     for p, (left, right) in enumerate(zip(a, b, strict=True)):
         for name, operand in (("a", left), ("b", right)):
             if operand.dim() != 2:
@@ -144,22 +169,10 @@ def check(call: Call) -> None:
             )
         _check_size(f"b[{p}]", "rows", right.shape[0], left.shape[1], f"a[{p}] has columns")
     # Kernels read as many rows and columns everywhere as the first product of a group has.
-    for p, (left, right, group) in enumerate(zip(a, b, groups, strict=True)):
-        first = list(groups).index(0 if gated else group)
+    for p, (left, right, group) in enumerate(zip(a, b, call.groups, strict=True)):
+        first = call.groups.index(0 if call.gated else group)
         _check_size(f"a[{p}]", "rows", left.shape[0], a[first].shape[0], f"a[{first}] has")
         _check_size(f"b[{p}]", "columns", right.shape[1], b[first].shape[1], f"b[{first}] has")
-    for offset, group in zip(bias, bias_groups, strict=True):
-        first = list(groups).index(group)
-        if offset.dim() not in (1, 2):
-            raise ValueError(f"bias[{group}] of block_mm must be a vector or a matrix, not {offset.dim()}-D")
-        _check_size(f"bias[{group}]", "columns", offset.shape[-1], b[first].shape[1], f"b[{first}] has")
-        if offset.dim() == 2:
-            _check_size(f"bias[{group}]", "rows", offset.shape[0], a[first].shape[0], f"a[{first}] has")
-    if call.gain is not None:
-        if call.gain.dim() != 1:
-            raise ValueError(f"gain of block_mm must be a vector, not {call.gain.dim()}-D")
-        for p in call.first():
-            _check_size("gain", "elements", call.gain.shape[0], a[p].shape[1], f"a[{p}] has columns")
 
 
 def _check_size(name: str, what: str, size: Any, wanted: Any, other: str) -> None:

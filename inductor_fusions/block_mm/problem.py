@@ -114,7 +114,7 @@ def of_operands(
     gated: bool,
     dtype: torch.dtype,
     names: Any,
-    activation: str = "",
+    activation: str,
 ) -> Problem:
     """A problem from (sizes, strides) of its operands.
 

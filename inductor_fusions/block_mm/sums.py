@@ -17,9 +17,9 @@ from ..graph.products import (
     is_factor,
     is_floating,
     product,
-    value,
     widens,
 )
+from ..operands import value
 
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""Permutations that only move dims of size 1, behind products spelled as an einsum: they become reshapes."""
+"""Permutations that only move dims of size 1, behind products written as an einsum: they become reshapes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import fx
 
 from ..fusion import Candidate
 from ..graph.builder import Builder, substitute
-from ..graph.products import RESHAPES, aten, is_pointwise, products, readers, value
+from ..graph.products import RESHAPES, aten, is_pointwise, products, readers
+from ..operands import value
 from . import guards
 
 

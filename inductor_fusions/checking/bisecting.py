@@ -26,7 +26,7 @@ class By(str, Enum):
     output = "output"
 
 
-class Nothing(Exception):
+class NotFound(Exception):
     """No site changes the result; the message says why."""
 
 
@@ -95,7 +95,7 @@ def bisect(
         say: called with one line about each run.
 
     Raises:
-        Nothing: no site changes the result.
+        NotFound: no site changes the result.
     """
     reference = _run(script, arguments, 0)
 
@@ -106,7 +106,7 @@ def bisect(
 
     say(f"no site fused: exit code {reference.code}")
     if not right(reference):
-        raise Nothing(
+        raise NotFound(
             f"the script fails without fusions too (exit code {reference.code}), so no site is the cause"
         )
 
@@ -119,9 +119,9 @@ def bisect(
     last, good = tried(sys.maxsize)
     total = None if last.killed else len(last.fused)
     if good:
-        raise Nothing(f"the result is right with all {total} sites fused, so there is nothing to find")
+        raise NotFound(f"the result is right with all {total} sites fused, so there is nothing to find")
     if total == 0:
-        raise Nothing("the result differs although nothing was fused, so no fusion is the cause")
+        raise NotFound("the result differs although nothing was fused, so no fusion is the cause")
     low, high, first = 0, total, reference  # right with `low` sites, wrong with `high`
     while high is None or high - low > 1:
         middle = max(1, 2 * low) if high is None else (low + high) // 2
@@ -134,7 +134,7 @@ def bisect(
             low, first = middle, run
     site = first.following if last.killed else next(iter(last.fused[(high or 1) - 1 :]), None)
     if high is None or site is None:
-        raise Nothing("the script fuses different sites in each run: make it deterministic")
+        raise NotFound("the script fuses different sites in each run: make it deterministic")
     return Found(high, total, site)
 
 
@@ -149,7 +149,7 @@ def _run(script: Sequence[str], arguments: Sequence[str], most: int) -> _Run:
         except (OSError, ValueError):
             if done.returncode < 0 and most:
                 return _Run(done.returncode, done.stdout, [], killed=True)
-            raise Nothing(f"the script ended without a report: {done.stderr.strip()[-300:]}") from None
+            raise NotFound(f"the script ended without a report: {done.stderr.strip()[-300:]}") from None
     following = next((site for site in sites if site.code == Reason.LEFT_OUT.code), None)
     if following is not None:  # as it is where a run that fuses it is killed
         kernel = "unknown, because the process was killed"

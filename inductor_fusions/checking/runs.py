@@ -18,7 +18,7 @@ Inputs = Sequence[Any] | Mapping[str, Any]
 Outcome = tuple[Any, dict[str, torch.Tensor | None], tuple[torch.Tensor, ...]]
 
 
-class Exact(TorchFunctionMode):
+class Float64Mode(TorchFunctionMode):
     """Replaces every floating dtype by float64: in casts, in factories, and as the default dtype.
 
     A cast to float8 is kept, because it quantises.
@@ -129,7 +129,7 @@ def exact(
     """Run once, eagerly and in float64; a module as a copy. Arguments as of `run`."""
     wide = copy.deepcopy(fn).double() if isinstance(fn, nn.Module) else fn
     wide_args, wide_kwargs = cast((args, kwargs), torch.float64)
-    with Exact():
+    with Float64Mode():
         return run(wide, wide, wide_args, wide_kwargs, train, [c.double() for c in cotangents])
 
 
@@ -165,7 +165,7 @@ def _step(key: Any) -> str:
 
 
 def copied(tree: Any, train: bool) -> Any:
-    """The same tree with copies of its tensors, as leaves; one tensor given twice stays one."""
+    """A tree with copies of its tensors, as leaves; a tensor that is given twice is copied once."""
     memo: dict[int, torch.Tensor] = {}
 
     def one(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,7 +189,7 @@ def _with_its_layout(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
-    """The same tree with its floating tensors in another dtype."""
+    """A tree with its floating tensors in another dtype."""
 
     def one(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point() or tensor.dtype == dtype:
@@ -200,7 +200,7 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def near(tree: Any, sample: int) -> Any:
-    """The same tree with other floating tensors near its own: each element times 1 + 1e-3 of a random number.
+    """A tree with floating tensors near its own: each element is multiplied by 1 + 1e-3 of a random number.
 
     Args:
         sample: which ones; 0 are the arguments themselves.

@@ -159,7 +159,11 @@ def verify(
     title = type(fn).__name__ if isinstance(fn, nn.Module) else getattr(fn, "__name__", repr(fn))
 
     def compiled(cotangents: Sequence[torch.Tensor] | None = None) -> tuple[Any, list[Site]]:
-        with _inductor.compile_apart() as compile, reporting.isolated(keep=False) as sites, own_buffers(fn):
+        with (
+            _inductor.isolated_compile() as compile,
+            reporting.isolated(keep=False) as sites,
+            own_buffers(fn),
+        ):
             outcome = run(compile(fn, _inductor.inductor(), dynamic), fn, args, kwargs, train, cotangents)
         return outcome, sites
 

@@ -19,9 +19,9 @@ from .common import EXIT_CODES, Device, JsonFlag, console, find_device, print_js
 from .common import table as table_of
 
 PACKAGE = __name__.partition(".")[0]
-#: What toggles without a value stand for.
+#: What is printed for toggles that have no value.
 UNSET = {"skip": "none", "max": "all"}
-#: Fusions of linears share a section of the tables: the kinds of problem that are theirs.
+#: Fusions of linears share a section of the tables: the kinds of problem of each.
 BLOCK_MM = {"qkv": ("shared_a", "shared_b", "sum"), "gated_mlp": ("gated",), "linear_epilogue": ("linear",)}
 
 

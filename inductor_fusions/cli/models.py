@@ -119,7 +119,7 @@ def _check_size(transformers: Any, model_config: Any, name: str) -> None:
 
 
 def shrink(model_config: Any, layers: int) -> None:
-    """At most this many layers in each stack of a configuration and of those inside it."""
+    """Cut each stack of layers of a configuration, and of those inside it, to this many."""
     for name in _LAYER_COUNTS:
         count = getattr(model_config, name, None)
         if isinstance(count, int) and count > layers:

@@ -22,7 +22,7 @@ from .common import PROG, JsonFlag, UserError, console, imports_from, print_json
 from .issue import Collector
 from .issue import write as write_issue
 
-#: What follows the script is the script's.
+#: Arguments after the name of the script belong to the script.
 REST = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
@@ -146,11 +146,11 @@ def bisect(
 
     try:
         found = bisecting.bisect(["-m", script] if module else [script], context.args, by, rtol, say)
-    except bisecting.Nothing as nothing:
+    except bisecting.NotFound as missed:
         if as_json:
-            print_json({"schema": 1, "found": False, "why": str(nothing)})
+            print_json({"schema": 1, "found": False, "why": str(missed)})
         else:
-            console().print(str(nothing), markup=False, highlight=False)
+            console().print(str(missed), markup=False, highlight=False)
         raise typer.Exit(1) from None
     if as_json:
         print_json(found.to_dict())

@@ -79,7 +79,7 @@ def flex_backward(
     *, device: torch.device, dtype: torch.dtype, batch_heads: int, q_len: int, kv_len: int, head_dim: int,
     visible: float,
 ) -> int:  # fmt: skip
-    """Into chunks of how many queries the backward of flex attention is cut; 0: its own template is faster.
+    """How many queries a chunk of the backward of flex attention has; 0: its own template is faster.
 
     Args:
         visible: the share of the scores that the mask leaves, between 0 and 1.

@@ -68,7 +68,7 @@ class Query:
         return self.kernels or (self.section,)
 
     def at(self, tokens: int) -> Query:
-        """The same problem for another number of tokens."""
+        """The problem with another number of tokens."""
         return replace(self, row={**self.row, SECTIONS[self.section].along: tokens})
 
 
@@ -300,7 +300,7 @@ def _measured(query: Query, source: Source) -> Decision | None:
 
 
 def _near(query: Query, some: Sequence[Source]) -> Iterator[tuple[Source, float, Measured]]:
-    """Each row that is comparable with the problem, with its source and its distance."""
+    """The rows that are comparable with the problem, each with its source and its distance."""
     section = SECTIONS[query.section]
     same, sizes = section.same(query.row), [math.log2(size) for size in section.sizes(query.row)]
     for source in some:

@@ -30,11 +30,16 @@ class Hardware:
     @property
     def shared_bytes(self) -> int:
         """The most shared memory that one thread block has."""
-        return SHARED_KIB.get(self.capability, 227 if self.capability[0] in (9, 10) else 99) * 1024
+        return shared_bytes(self.capability)
 
 
 #: KiB of shared memory of one thread block by compute capability, where it differs from others of its kind.
 SHARED_KIB = {(8, 0): 163, (8, 7): 163}
+
+
+def shared_bytes(capability: tuple[int, int]) -> int:
+    """The most shared memory that one thread block has on devices of a compute capability."""
+    return SHARED_KIB.get(capability, 227 if capability[0] in (9, 10) else 99) * 1024
 
 
 #: Devices by the beginning of their names, of which the first that fits counts.
@@ -133,7 +138,7 @@ class Source:
 
     @property
     def shift(self) -> float:
-        """By how many doublings the table's device needs more tokens to be equally full."""
+        """How many doublings of tokens fill the table's device as full as this one."""
         if self.whose is None or self.of is None:
             return 0.0
         return math.log2(self.whose.multiprocessors / self.of.multiprocessors)

@@ -43,7 +43,7 @@ _MAIN = (
 )
 
 Rows = Mapping[str, Sequence[Row]]
-#: Of a problem: its section, its row, the kernels that take it.
+#: A problem: its section, its row, and the kernels that support it.
 Problem = tuple[str, Row, tuple[str, ...]]
 
 
@@ -341,7 +341,7 @@ def _progress(total: int, budget: float) -> Iterator[list[int]]:
         thread.join()
 
 
-#: That of this process.
+#: The measurer of this process.
 measurer = Measurer()
 
 if hasattr(os, "register_at_fork"):

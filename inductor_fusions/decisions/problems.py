@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .filling import blocks, waves
+from .occupancy import idle_multiprocessors, wave_quantization
 from .schema import (
     ACCUMULATE,
     BLOCK_MM,
@@ -165,7 +165,9 @@ def _attention_doubt(row: Row) -> float:
 def _attention_fills(row: Row, kernel: str, processors: int) -> float:
     if kernel != "sdpa":
         return 0.0
-    return blocks(row["batch"] * row["heads"], row["q_len"], row["kv_len"], row["train"], processors)
+    return idle_multiprocessors(
+        row["batch"] * row["heads"], row["q_len"], row["kv_len"], row["train"], processors
+    )
 
 
 def _adapter_products(row: Row) -> list[int]:
@@ -215,7 +217,7 @@ def _block_fills(row: Row, kernel: str, processors: int) -> float:
     # Rows of gradients of weights are compared by their widths.
     many = row["tokens"] > FEW_ROWS and row.get("kind") != "shared_b"
     widths = tuple(row["outer" if "outer" in row else "n"])
-    return waves(row["tokens"], widths, processors) if many else 0.0
+    return wave_quantization(row["tokens"], widths, processors) if many else 0.0
 
 
 def _lora_same(row: Row) -> tuple[Hashable, ...]:

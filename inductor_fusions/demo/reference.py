@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..checking.budget import Error, Values, worst
-from ..checking.runs import Exact
+from ..checking.runs import Float64Mode
 from .models import Case
 
 #: The float64 run of a causal model takes this many tokens: they do not depend on later ones.
@@ -24,7 +24,7 @@ def run_reference(case: Case, model: torch.nn.Module, inputs: dict[str, Any], co
         parameter.data = parameter.data.double()
     tokens = reference_tokens(case)
     inputs = {k: x[:1, :tokens] if isinstance(x, torch.Tensor) else x for k, x in inputs.items()}
-    with torch.set_grad_enabled(case.train), Exact():
+    with torch.set_grad_enabled(case.train), Float64Mode():
         output = twin(**inputs).last_hidden_state
     if case.train:
         output.backward(cotangent[:1, :tokens].double())

@@ -38,7 +38,7 @@ class _Matcher:
     def __init__(self, fusion: Fusion) -> None:
         self.fusion = fusion
         self.patterns = _inductor.Patterns(fusion.name)
-        #: Of each replacement, its pattern; beside that, in `near`, what is nearly one.
+        #: The pattern of each replacement; the patterns of its near misses have numbers from `near` on.
         self.searched: dict[int, Any] = {}
         self.near = len(fusion.patterns)
         for key, declared in enumerate(fusion.patterns):

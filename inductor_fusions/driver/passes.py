@@ -181,7 +181,7 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
     nodes: list[int] = []
     named: set[fx.Graph] = set()
     copy: containment.Copy | None = None
-    broken = ""
+    broken = ""  # how a fusion of another package has broken the graph
     try:
         for target in fusion.marks:
             changes.remove_marks(target, graph)
@@ -326,27 +326,32 @@ def _fuse_recorded(
         journal.clear()
         site.kernel = candidate.rewrite()
     except Exception as error:
-        if config.strict and not isinstance(error, Rejected):
-            reporting.record(site)
-            raise
-        # A rewrite that rejects may have begun to change the graph as well.
-        undone = changes.put_back(graph, journal)
-        if not undone and not containment.is_foreign(fusion):
-            raise Unfinished(f"{fusion.name} raised {error!r} during a rewrite") from error
-        site.saved = {}
-        if isinstance(error, Rejected) and undone:
-            site.verdict = "left to stock" if isinstance(error, LeftToStock) else "rejected"
-            site.reason, site.hint, site.code = str(error.reason), error.hint, error.code
-            return site
-        site.verdict, site.reason, site.code = "failed", repr(error), Reason.RAISED.code
-        log.warning("%s raised %r at %s; the site runs unfused", fusion.name, error, site.source or site.node)
-        log.info("traceback", exc_info=True)
+        _leave_unfused(site, fusion, error, graph, journal)
     else:
         if candidate.reported:
             _mark(site, fusion, journal, number)
         if attempt is not None and key is not None:
             attempt.fused.append(attempts.Fused(key, site))
     return site
+
+
+def _leave_unfused(site: Site, fusion: Fusion, error: Exception, graph: fx.Graph, journal: Journal) -> None:
+    """Undo what a rewrite has begun, and give a site the verdict that an exception means."""
+    if config.strict and not isinstance(error, Rejected):
+        reporting.record(site)
+        raise error
+    # A rewrite that rejects may have begun to change the graph as well.
+    undone = changes.put_back(graph, journal)
+    if not undone and not containment.is_foreign(fusion):
+        raise Unfinished(f"{fusion.name} raised {error!r} during a rewrite") from error
+    site.saved = {}
+    if isinstance(error, Rejected) and undone:
+        site.verdict = "left to stock" if isinstance(error, LeftToStock) else "rejected"
+        site.reason, site.hint, site.code = str(error.reason), error.hint, error.code
+        return
+    site.verdict, site.reason, site.code = "failed", repr(error), Reason.RAISED.code
+    log.warning("%s raised %r at %s; the site runs unfused", fusion.name, error, site.source or site.node)
+    log.info("traceback", exc_info=True)
 
 
 _counted = 0
@@ -387,7 +392,7 @@ def _mark(site: Site, fusion: Fusion, journal: Journal, number: int) -> None:
 
 
 def _tell(site: Site) -> None:
-    """Into the report, the counters and the logs."""
+    """Tell the report, the counters and the logs of a site."""
     reporting.record(site)
     misses = _inductor.artifact_log(__name__, MISSES) if site.verdict != "fused" else None
     if misses is not None:

@@ -16,7 +16,7 @@ from ..fusions.kernel_defects.products import SDPA_BACKWARDS, gradients
 from ..graph.inlined import put_in_place
 from ..reporting import TAG
 
-#: What arguments of SDPA's backwards are called here.
+#: Names of arguments of SDPA's backwards -> names that are used here.
 _NAMES = {
     "grad_out": "grad", "grad_out_": "grad", "query": "q", "key": "k", "value": "v", "attn_bias": "bias",
     "attn_mask": "bias", "dropout_p": "dropout", "is_causal": "causal",

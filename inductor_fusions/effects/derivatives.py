@@ -18,7 +18,7 @@ from .writes import nodes_in, storage, written
 
 #: Calls that take a gradient of their first argument.
 _GRADIENTS = frozenset({"_autograd_grad", "grad"})
-#: Where `torch.autograd.grad` is told that it is given several at once.
+#: Position of `is_grads_batched` among the arguments of `torch.autograd.grad`.
 _BATCHED = 6
 FORWARD = ("_jvp_increment_nesting", "_enter_dual_level", "enter_dual_level")
 REVERSE = ("_grad_increment_nesting",)
@@ -71,7 +71,7 @@ class Derivatives:
         return self._reasons.get(node, "")
 
     def refused_operation(self, node: fx.Node) -> str:
-        """As `refused`, for an operation of this package, which has no rules for torch.func either."""
+        """Why an operation of this package is refused: it has no rules for torch.func either."""
         if self.modes.at(node).within(*REVERSE):
             return "inside torch.func.grad, which the fused operation does not support"
         return self.refused(node)

@@ -139,7 +139,7 @@ def _explained(
     recorder = Recorder()
     start = time.perf_counter()
     with (
-        _inductor.compile_apart() as compile,
+        _inductor.isolated_compile() as compile,
         reporting.isolated(keep=False) as sites,
         watching.observing(recorder),
         own_buffers(fn),

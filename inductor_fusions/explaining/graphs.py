@@ -130,7 +130,7 @@ def _position(site: Site, sites: Sequence[Site]) -> int | None:
 
 
 def _lines(graph: fx.Graph, depth: int = 0) -> Iterator[tuple[fx.Node, Line]]:
-    """Each node with its line; those of nested bodies follow what first refers to them."""
+    """The nodes with their lines; the lines of a nested body follow the first node that refers to it."""
     for node in graph.nodes:
         if node.op == "get_attr":
             body = _attribute(graph, str(node.target))

@@ -43,11 +43,9 @@ from ..graph.products import (
     is_pointwise,
     product,
     same_sizes,
-    tensor,
     through,
-    value,
 )
-from ..operands import holds
+from ..operands import holds, tensor, value
 from ..reasons import Reason, Said
 
 if TYPE_CHECKING:
@@ -268,7 +266,7 @@ def _inputs(side: fx.Node) -> set[Any]:
 
 
 def _other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], Said] | None:
-    """Both linears of what looks like a gated pair, and why they are left."""
+    """The two linears of what looks like a gated pair, and why they are left."""
     functions, sides, others = list[str](), list[fx.Node](), set[fx.Node]()
     for argument in root.args:
         waiting, ends, seen, names = [argument], set[fx.Node](), set[fx.Node](), set[str]()

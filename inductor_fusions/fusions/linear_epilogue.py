@@ -32,11 +32,9 @@ from ..graph.products import (
     product,
     products_of,
     readers,
-    tensor,
     through,
-    value,
 )
-from ..operands import known_size
+from ..operands import known_size, tensor, value
 from ..reasons import Reason
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ from ..graph.products import (
     product,
     products_of,
     same_sizes,
-    value,
 )
+from ..operands import value
 from ..reasons import Reason
 
 if TYPE_CHECKING:

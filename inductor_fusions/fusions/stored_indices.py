@@ -18,9 +18,9 @@ from .. import _inductor
 from .._inductor import hint
 from ..fusion import Candidate, Fusion, Scope, nodes_of
 from ..graph.builder import Builder
-from ..graph.products import CASTS, VIEWS, is_pointwise, tensor, value
+from ..graph.products import CASTS, VIEWS, is_pointwise
 from ..lowering import define
-from ..operands import text
+from ..operands import tensor, text, value
 from ..reasons import Reason
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from .._inductor import expression, fake_mode_of, is_dense, known_true, symbol_parts, was_erased
-from ..operands import tensor
+from ..operands import tensor, value
 from ..reasons import Reason
 from .facts import facts
 
@@ -73,8 +73,7 @@ class Builder:
 
     def value(self, node: fx.Node) -> torch.Tensor:
         """The fake tensor of a node."""
-        found = tensor(node)
-        assert found is not None
+        found = value(node)
         return found
 
     def to(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:

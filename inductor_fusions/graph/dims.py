@@ -17,7 +17,7 @@ from .._inductor import known_true, value_of
 from .torch_ops import TRANSPOSES, Op, concrete, read, tensor
 
 _MOVES = frozenset({"movedim", "moveaxis"})
-#: Take some elements, or one, of a dim.
+#: Operations that take some elements, or one, of a dim.
 SELECTS = frozenset({"select", "narrow", "slice", "index_select"})
 WHOLE = slice(None)
 

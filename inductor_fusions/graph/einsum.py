@@ -30,7 +30,7 @@ class Equation:
     right: fx.Node
 
     def turned(self) -> Equation:
-        """The same equation with the operands swapped."""
+        """The equation with the operands swapped."""
         return Equation(self.text, self.second, self.first, self.result, self.right, self.left)
 
 

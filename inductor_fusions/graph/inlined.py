@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from .._inductor import fake_mode_of, trace_decomposed
+from ..operands import value
 from ..reasons import Reason
-from .products import value
 
 
 def put_in_place(

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from .._inductor import hint, was_erased
+from ..operands import tensor, value
 from ..reasons import Reason
-from .products import Product, kind, operands_of, tensor, value
+from .products import Product, kind, operands_of
 from .profile import Interval, Profile
 from .sharing import is_view, owner, readers
 

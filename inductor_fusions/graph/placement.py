@@ -50,7 +50,7 @@ class Place:
             move(node, self.before)
 
     def without(self, moved: Container[fx.Node]) -> Place:
-        """The same place without these views, which another place has moved."""
+        """The place without these views, which another place has moved."""
         return replace(
             self,
             hoisted=tuple(n for n in self.hoisted if n not in moved),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import fx
 
-from ..operands import holds
+from ..operands import holds, tensor, value
 
 aten = torch.ops.aten
 
@@ -102,19 +102,6 @@ def kind(node: fx.Node) -> Kind:
     if found is None or found[0] is not target:
         found = _KINDS[id(target)] = (target, _kind_of(target))
     return found[1]
-
-
-def tensor(node: Any) -> torch.Tensor | None:
-    """The fake value of a node, if it is a tensor."""
-    found = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return found if isinstance(found, torch.Tensor) else None
-
-
-def value(node: fx.Node) -> torch.Tensor:
-    """The fake value of a node that is known to be a tensor."""
-    found = tensor(node)
-    assert found is not None, node
-    return found
 
 
 def product(node: Any) -> Product | None:

@@ -71,7 +71,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     name: tuple(arguments.split()) for arguments, names in _BY_ARGUMENTS.items() for name in names.split()
 }
 
-#: Spellings whose name is not that of the operation.
+#: Forms whose name is not that of the operation.
 _SYNONYMS = {
     "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
     "negative": "neg", "special_softmax": "softmax", "mm": "matmul", "and": "bitwise_and",
@@ -156,7 +156,7 @@ def _functions() -> dict[Callable[..., Any], str]:
     return table
 
 
-def spellings(*names: str) -> list[Any]:
+def forms(*names: str) -> list[Any]:
     """All targets that `read` gives one of these names, out of place: functions, methods, operators."""
     wanted = [(name, False) for name in names]  # not in place
     found: list[Any] = [target for target, name in _functions().items() if _canonical(name) in wanted]

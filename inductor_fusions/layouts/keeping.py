@@ -21,7 +21,7 @@ from ..operands import tensor
 from .copies import OWN
 from .leaving import copied, is_transformed, leaves_of
 
-#: A copy that is made on one side of these has no gradient on the other, or is of another level.
+#: Calls that switch gradients or transforms: a copy made before one cannot be used behind it.
 _SWITCHES = frozenset((*GRADIENT_MODES, *TRANSFORMS, *TRANSFORMS.values()))
 
 
@@ -41,7 +41,7 @@ class Keeping:
         returned = [node for last in graph.find_nodes(op="output") for node in leaves_of(last.args[0])]
         seen = [] if recomputed else [*given, *(node for node in returned if isinstance(node, fx.Node))]
         self.in_other_hands = {storage(node) for node in seen} - {None}
-        #: Memory of inputs that repeat elements, and each repetition has a gradient of its own.
+        #: Memory of expanded inputs that require a gradient: each repetition has a gradient of its own.
         self.repeated = {storage(n) for n in given if _repeats(n) and _requires_grad(n)} - {None}
         self._copies: list[tuple[fx.Node, fx.Node]] = []
 

@@ -28,9 +28,9 @@ from ..graph.facts import change
 from ..operands import tensor
 from .copies import EVEN, OWN, dense_order
 
-#: The strides of their results do not depend on those of their first operand.
+#: Operations whose results have strides that do not depend on those of the first operand.
 _SETTLING = frozenset("linear bmm mm addmm baddbmm multi_head_attention_forward".split())
-#: Their results are always new memory. The result of another operation may be its operand or a view of it:
+#: Operations whose results are always new memory. The result of another may be its operand or a view of it:
 #: that of a dropout in evaluation, of `reshape`, `contiguous` and `to`.
 _NEW = frozenset(
     "add sub mul div truediv rsub neg pow exp log sqrt rsqrt tanh sigmoid relu gelu silu sin cos abs clamp "
@@ -39,7 +39,7 @@ _NEW = frozenset(
 )
 #: Calls that return gradients: new memory, with the layout that the backward of a fused operation gives them.
 _GRADIENTS = frozenset({"autograd_grad", "grad"})
-#: Read strides, or the memory as it lies.
+#: Operations whose results depend on the strides or the memory layout of an operand.
 _STRIDED = frozenset(
     "as_strided stride storage_offset data_ptr is_contiguous unfold resize resize_as set "
     "untyped_storage".split()
@@ -142,7 +142,7 @@ def settle(
     sources = {node: kept for node, kept in changed if node in present}
     if not sources:
         return {}
-    walk = _Walk(graph, sources, inlined, respell=strides)
+    walk = _Walk(graph, sources, inlined, reshapes=strides)
     with suppress_guards(fake_mode_of(graph)):
         for base in walk.bases:
             if base.node is not None and (strides or (base.kept and base.returned)):
@@ -152,7 +152,7 @@ def settle(
 
 def is_returned(node: fx.Node) -> bool:
     """Whether the caller of a graph may get the memory of a value."""
-    walk = _Walk(node.graph, {node: True}, False, respell=False)
+    walk = _Walk(node.graph, {node: True}, False, reshapes=False)
     return not is_transformed(node.graph) and any(base.kept and base.returned for base in walk.bases)
 
 
@@ -160,13 +160,11 @@ class _Walk:
     """Follows values with changed strides to where they leave the graph, or to where strides do not matter.
 
     Args:
-        respell: whether views on the way become reshapes.
+        reshapes: whether views on the way become reshapes.
     """
 
-    def __init__(
-        self, graph: fx.Graph, sources: dict[fx.Node, bool], inlined: bool, respell: bool = True
-    ) -> None:
-        self.inlined, self.respell = inlined, respell
+    def __init__(self, graph: fx.Graph, sources: dict[fx.Node, bool], inlined: bool, reshapes: bool) -> None:
+        self.inlined, self.reshapes = inlined, reshapes
         self.bases: list[_Base] = []
         self.outputs: dict[int, bool] = {}
         self._base: dict[fx.Node, _Base] = {}
@@ -199,7 +197,7 @@ class _Walk:
         if user in self._base:
             return
         name = name_of(user).strip("_")
-        if name == "view" and self.respell:
+        if name == "view" and self.reshapes:
             _reshape_instead(user)
         if not _tensors(user) or name in _SETTLING or (name == "matmul" and _settles(user, reached)):
             return

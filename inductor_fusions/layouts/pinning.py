@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import _inductor, reporting
+from .. import _inductor, operands, reporting
 from .._inductor import hint
-from ..graph import products
 from ..graph.builder import Builder
-from ..graph.products import tensor
+from ..operands import tensor
 
 aten = torch.ops.aten
 
@@ -66,7 +65,7 @@ def pin(graph: fx.Graph) -> int:
         if call.target is _inductor.flex_attention_op():
             settle_query(call, settled)
         for position in positions.get(call.target, ()):
-            q, k = (products.value(node) for node in call.args[:2])
+            q, k = (operands.value(node) for node in call.args[:2])
             scores = hint(q.shape[0] * q.shape[1]) * hint(q.shape[2]) * hint(k.shape[2])
             least = math.inf if q.device.type in _READS_BUFFERS else scores / REUSE
             for captured in call.args[position] if len(call.args) > position else ():
@@ -128,13 +127,13 @@ def _settle(first: fx.Node, captured: fx.Node, least: float, settled: dict[fx.No
             continue
         narrowed = narrowed or node.target in _NARROWING
         if not _tensors(node):
-            if node.target in _RANGES and (narrowed or hint(products.value(node).numel()) == 1):
+            if node.target in _RANGES and (narrowed or hint(operands.value(node).numel()) == 1):
                 settled[node] = _as_strided(node)
                 user.replace_input_with(node, settled[node])
             continue
         viewed = _is_view(node) and not (least == math.inf and _may_copy(node))
         if not viewed and (
-            not _is_inlined(node) or len(node.users) > 1 or hint(products.value(node).numel()) <= least
+            not _is_inlined(node) or len(node.users) > 1 or hint(operands.value(node).numel()) <= least
         ):
             settled[node] = _as_strided(node)
             user.replace_input_with(node, settled[node])
@@ -170,10 +169,10 @@ def _is_inlined(node: fx.Node) -> bool:
 
 def _as_strided(node: fx.Node) -> fx.Node:
     """The value as an `as_strided`, which fixes its strides."""
-    build, source, value = Builder(node.next, node), node, products.value(node)
+    build, source, value = Builder(node.next, node), node, operands.value(node)
     if not _inductor.is_dense(value):
         source = build.call(aten.clone.default, node, memory_format=torch.contiguous_format)
-        value = products.value(source)
+        value = operands.value(source)
 
     def number(size: Any, target: Any, dim: int) -> Any:
         return size if isinstance(size, int) else build.given(size, target, source, dim)

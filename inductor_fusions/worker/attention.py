@@ -18,9 +18,9 @@ from .case import Case, UnableError, generator
 DENSE = {
     "pad": (0, 3), "bias_batch": (0, 2, 3), "bias": (1, 2, 3), "bias_full": (0, 1, 2, 3),
 }  # fmt: skip
-#: What the name of a mask that is computed in the graph may be made of.
+#: Parts of the name of a mask that is computed in the graph.
 STRUCTURED = frozenset({"causal", "window", "pad", "document", "tanh", "alibi", "sink"})
-#: Behind the name of a mask that takes a gradient.
+#: Suffix of the name of a mask that requires a gradient.
 LEARNT = "_grad"
 #: Keys that a query sees through a window, as a share of all: tables do not say how many.
 WINDOW = 0.25

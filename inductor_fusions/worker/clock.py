@@ -57,8 +57,7 @@ def _waste() -> torch.Tensor:
 
 
 def _cold_block(call: Call, count: int, host_seconds: float) -> float:
-    """As `_block` on a GPU; in front of each call, outside of its time, the L2 cache is filled with other
-    bytes."""
+    """A `_block` on a GPU that fills the L2 cache with other bytes before each call, outside of its time."""
     waste = _waste()
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     torch.cuda._sleep(int(2e9 * host_seconds))

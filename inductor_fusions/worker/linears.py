@@ -16,7 +16,7 @@ from .case import Case, Tensors, UnableError, generator
 
 #: Factor of every adapter: lora_alpha / r.
 SCALE = 2.0
-#: What a dropout keeps.
+#: The share of elements that a dropout keeps.
 KEPT = 0.9
 
 
@@ -152,7 +152,7 @@ def added(row: Row, device: str) -> Case:
 
 
 def behind_masks(x: Tensors, w: Tensors, down: Tensors, up: Tensors) -> Tensors:
-    """The gradient of the input of linears whose adapters have a dropout each, as autograd spells it.
+    """The gradient of the input of linears whose adapters have a dropout each, as autograd writes it.
 
     Args:
         x: dY of each linear, then the mask of each adapter.

@@ -103,7 +103,7 @@ def _gradients(outputs: Tensors, leaves: Sequence[torch.Tensor]) -> Tensors:
 
 
 def _apart(fn: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """The same function with a new code object, because Dynamo stores compiled code with the code object."""
+    """A copy of a function with a new code object: Dynamo stores compiled code with the code object."""
 
     def call(*args: torch.Tensor) -> Tensors:
         return fn(*args)

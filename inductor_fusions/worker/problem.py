@@ -9,7 +9,7 @@ from . import attention, linears
 from .case import Case, UnableError
 from .measuring import best, gains
 
-#: What writes out the problems of a section.
+#: For each section: the function that builds the problem of a row.
 CASES: Mapping[str, Callable[[Row, str], Case]] = {
     "block_mm": linears.products,
     "lora": linears.adapted,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from inductor_fusions.fusions.attention.decode import kernels
+from inductor_fusions.fusions.attention.decode import kernels, op
 from inductor_fusions.fusions.attention.decode.op import lowest_of
 
 
@@ -22,7 +23,7 @@ class Case:
         used: of each sample how many keys are seen; the rest are hidden.
         hides: what hides, in place of the lowest number.
         tile: keys of a tile, and parts.
-        garbage: what hidden keys and values hold.
+        garbage: what masked keys and values hold.
     """
 
     batch: int = 2
@@ -41,6 +42,22 @@ class Case:
     garbage: float = math.nan
     layout: str = "cache"
     scale: float = 0.3
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, tiles: Sequence[int],
+    scale: float | None = None, causal: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """The operation, with what it needs of the mask.
+
+    Args:
+        tiles: keys of a tile, parts of the keys, warps and stages.
+        scale: default D ** -0.5.
+    """
+    lowest = None if mask is None or mask.dtype == torch.bool else lowest_of(mask, mask.dtype)
+    listed = None if mask is None else op.DECODE_TILES(mask, lowest, k.shape[1], tiles[0])
+    scale = float(q.shape[3]) ** -0.5 if scale is None else scale
+    return op.DECODE_ATTENTION(q, k, v, mask, lowest, listed, scale, causal, q.shape[2], list(tiles))
 
 
 BASE = Case()
@@ -69,12 +86,12 @@ CASES: dict[str, Case] = {
     "head dim 96, values of 24": replace(BASE, dim=96, v_dim=24, mask="float32"),
     "one key": replace(BASE, keys=1, used=((0, 1), (0, 1))),
     "whole tiles": replace(BASE, keys=96, used=((0, 96), (32, 48)), mask="float32"),
-    "row without a key": replace(BASE, used=((0, 0), (5, 50))),
-    "row without a key, float32": replace(BASE, mask="float32", used=((0, 0), (5, 50)), garbage=1.0),
-    "row without a key, float16": replace(BASE, mask="float16", used=((0, 0), (5, 50)), garbage=1.0),
-    "row without a key, -inf": replace(BASE, mask="float32", used=((0, 0), (5, 50)), hides=-math.inf),
-    "queries without a key": replace(ROWS, mask="float32", used=((1, 1), (60, 60)), garbage=1.0),
-    "queries without a key, boolean": replace(ROWS, used=((1, 1), (60, 60))),
+    "fully masked row": replace(BASE, used=((0, 0), (5, 50))),
+    "fully masked row, float32": replace(BASE, mask="float32", used=((0, 0), (5, 50)), garbage=1.0),
+    "fully masked row, float16": replace(BASE, mask="float16", used=((0, 0), (5, 50)), garbage=1.0),
+    "fully masked row, -inf": replace(BASE, mask="float32", used=((0, 0), (5, 50)), hides=-math.inf),
+    "fully masked queries": replace(ROWS, mask="float32", used=((1, 1), (60, 60)), garbage=1.0),
+    "fully masked queries, boolean": replace(ROWS, used=((1, 1), (60, 60))),
     "hidden by a number that is not the lowest": replace(BASE, mask="float32", hides=-1e4, garbage=1.0),
     "keys beside each other": replace(BASE, layout="bshd"),
     "keys along the heads": replace(BASE, layout="transposed", mask="float32"),

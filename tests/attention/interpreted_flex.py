@@ -17,46 +17,46 @@ from tests.attention.support import flex_everywhere
 
 #: Two blocks of queries and of keys, the second not whole; several samples, which share no mask.
 B, H, S, D = 2, 2, 200, 16
-LOWEST = torch.finfo(torch.float32).min
 #: Most that an output or gradient may differ from float64, relatively: float32 has 1e-7.
 LIMIT = 3e-6
 #: Of the backward, as bfloat16 has them on Hopper: those of float32 are so small that it takes minutes.
 TILES = {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64}
 
 
-def indices() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.arange(S)[:, None], torch.arange(S)[None, :]
+def indices(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    places = torch.arange(q.shape[-2])
+    return places[:, None], places[None, :]
 
 
 def softmax(scores: torch.Tensor, seen: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return torch.softmax(scores.masked_fill(~seen, LOWEST), -1) @ v
+    return torch.softmax(scores.masked_fill(~seen, torch.finfo(v.dtype).min), -1) @ v
 
 
 def padding(q, k, v, data, sinks):
-    i, j = indices()
+    i, j = indices(q)
     return softmax(q @ k.mT * 0.1, (j <= i) & (data[:, None, None, :] != 0), v)
 
 
 def window(q, k, v, data, sinks):
-    i, j = indices()
+    i, j = indices(q)
     return softmax(q @ k.mT * 0.1, (j <= i) & (j > i - 70), v)
 
 
 def documents(q, k, v, data, sinks):
-    i, j = indices()
+    i, j = indices(q)
     same = data[:, None, :, None] == data[:, None, None, :]
     return softmax(q @ k.mT * 0.1, (j <= i) & same, v)
 
 
 def softcap(q, k, v, data, sinks):
-    i, j = indices()
+    i, j = indices(q)
     return softmax(torch.tanh(q @ k.mT * 0.02) * 5.0, (j <= i) & (j > i - 70), v)
 
 
 def sink(q, k, v, data, sinks):
-    i, j = indices()
-    scores = (q @ k.mT * 0.1).masked_fill((j > i) | (j <= i - 70), LOWEST)
-    column = sinks.view(1, H, 1, 1).expand(B, -1, S, -1)
+    i, j = indices(q)
+    scores = (q @ k.mT * 0.1).masked_fill((j > i) | (j <= i - 70), torch.finfo(q.dtype).min)
+    column = sinks.view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
     return torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1] @ v
 
 

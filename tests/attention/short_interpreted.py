@@ -74,7 +74,7 @@ CASES: dict[str, Case] = {
         masks=(("bias", 1, 2, 7, 7), ("keep", 2, 1, 7, 7), ("bias", 1, 2, 7, 7)),
         numbers=(1.0, -3e4, 1.0),
     ),
-    "rows without a key": replace(BASE, masks=(("empty", 4, 1, 7, 7),), numbers=(-3.4028234663852886e38,)),
+    "fully masked rows": replace(BASE, masks=(("empty", 4, 1, 7, 7),), numbers=(-3.4028234663852886e38,)),
 }  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def inputs(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return tensors, masks
 
 
-def spelled_out(case: Case, tensors: list[torch.Tensor], masks: list[torch.Tensor]) -> torch.Tensor:
+def by_hand(case: Case, tensors: list[torch.Tensor], masks: list[torch.Tensor]) -> torch.Tensor:
     """The same by hand, in float64."""
     q, k, v = split(case, tensors)
     scores = q @ k.mT * 0.3
@@ -151,7 +151,7 @@ def errors(name: str) -> dict[str, float]:
     wide_masks = [
         m if m.dtype == torch.bool else m.detach().double().requires_grad_(m.requires_grad) for m in masks
     ]
-    exact = spelled_out(case, wide, wide_masks)
+    exact = by_hand(case, wide, wide_masks)
     leaves = [*wide, *(m for m in wide_masks if m.requires_grad)]
     grads = torch.autograd.grad(exact, leaves, torch.ones_like(exact))
     found = {"out": relative(made.outputs, exact)}

@@ -74,7 +74,7 @@ def test_fills_that_autograd_does_not_see(fn: Any, train: bool) -> None:
 
 
 def test_fills_whose_gradient_autograd_does_not_drop() -> None:
-    """Rows without a key weigh all keys alike, and their scores get a gradient in eager mode."""
+    """Fully masked rows weigh all keys alike, and their scores get a gradient in eager mode."""
 
     def finite(q: Any, k: Any, v: Any, mask: Any) -> Any:
         s = scores(q, k)

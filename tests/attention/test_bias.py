@@ -197,7 +197,7 @@ def test_other_dtypes() -> None:
 
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 def test_mask_times_negative(train: bool) -> None:
-    """Hidden keys become the only ones that are seen, and the scores of these are equal."""
+    """Masked keys become the only visible ones, and the scores of these are equal."""
     mask = additive(visible(Q_LEN, KV_LEN), -1e30)
     check(scored(lambda s, m: -(s * 0.3 + m)), (*qkv(), mask), fused=None, train=train)
     check(scored(lambda s, m: s * 0.3 - m), (*qkv(), mask), fused=None, train=train)
@@ -209,7 +209,7 @@ def test_large_positive_bias(train: bool) -> None:
     mask = visible(Q_LEN, KV_LEN).float() * 1e4
     check(scored(lambda s, m: s * 0.3 + m), (*qkv(), mask), fused=None, train=train, slack=1e4)
     mask = visible(Q_LEN, KV_LEN).float() * 1e30
-    # All scores drown in the raised keys: such rows send no exact gradient into k (docs/attention.md).
+    # The raised keys absorb all scores: such rows send no exact gradient into k (docs/attention.md).
     q, k, v = qkv()
     check(scored(lambda s, m: s * 0.3 + m), (q, k.detach(), v, mask), fused=None, train=train)
 
@@ -224,7 +224,7 @@ FROZEN = {
 @cases(FROZEN)
 @pytest.mark.parametrize("flex", [False, True], ids=["sdpa", "flex"])
 def test_frozen_queries_keys_and_values(case: Any, flex: bool) -> None:
-    """A gradient flows into nothing but what is read beside them, and through rows that see no key."""
+    """A gradient flows into nothing but what is read beside them, and through fully masked rows."""
     change, shape = case
     padding = torch.tensor([True, False]).view(2, 1, 1, 1).expand(2, 1, 1, KV_LEN).contiguous()
     inputs = [*qkv(grad=False), rand(*shape), padding]

@@ -43,7 +43,7 @@ def test_call_of_sdpa(name: str, form: str) -> None:
     unfused(fn, inputs, "already an SDPA call")
 
 
-def test_call_of_sdpa_with_rows_that_see_no_key() -> None:
+def test_call_of_sdpa_with_fully_masked_rows() -> None:
     """An additive mask adds to the scores, so these rows send a gradient into q and k.
 
     The kernel of SDPA on a CPU gets it wrong, so the reference is spelled out.
@@ -178,7 +178,7 @@ def test_data_stays_a_dense_mask(case) -> None:
 
 
 def added(first: str, second: str, fill: float, bias: bool = False):
-    """Two masks, each added or filled in, and perhaps a bias behind them; rows may see no key."""
+    """Two masks, each added or filled in, and perhaps a bias behind them; rows may be fully masked."""
 
     def fn(q, k, v, data):
         scores = q @ k.mT * 0.25
@@ -198,7 +198,7 @@ def added(first: str, second: str, fill: float, bias: bool = False):
     [(how, fill) for how in ("add add", "fill fill") for fill in (LOWEST, -1e9, -1e4)]
     + [(how, fill) for how in ("add fill", "fill add") for fill in (LOWEST, -1e9)],
 )
-def test_rows_that_see_no_key_hold_the_right_mean(how: str, fill: float) -> None:
+def test_fully_masked_rows_hold_the_right_mean(how: str, fill: float) -> None:
     """Keys that are hidden once win over those hidden twice, and -10000 leaves scores their digits."""
     inputs = (*qkv(S, S, heads=H, grad=False), segments())
     with flex_everywhere("flex"):
@@ -207,7 +207,7 @@ def test_rows_that_see_no_key_hold_the_right_mean(how: str, fill: float) -> None
 
 @pytest.mark.parametrize("fill", [LOWEST, -1e4])
 def test_bias_on_a_row_of_fills(fill: float) -> None:
-    """It drowns in the least number, but not in -10000."""
+    """The least number absorbs it, but -10000 does not."""
     inputs, reason = (*qkv(S, S, heads=H), segments()), "too small to cancel it"
     fn = added("fill", "fill", fill, bias=True)
     with flex_everywhere("flex"):

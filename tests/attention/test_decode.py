@@ -72,7 +72,7 @@ POSITIVE: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
     "head dim 80, values of 24": (repeated, [*cached(dim=80, v_dim=24), used(2, 1, 1)]),
     "by hand": (by_hand, [*cached(kv_heads=4), used(2, 1, 1)]),
     "by hand, additive": (by_hand, [*cached(kv_heads=4), additive(used(2, 1, 1), LOW).to(DTYPE)]),
-    "row without a key": (repeated, [*cached(3), used(2, 1, 3) & (torch.arange(3) > 0)[:, None]]),
+    "fully masked row": (repeated, [*cached(3), used(2, 1, 3) & (torch.arange(3) > 0)[:, None]]),
 }
 
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from inductor_fusions.fusions.attention.decode import op, plan
 from tests.attention import decode_interpreted
-from tests.attention.decode_interpreted import CASES
+from tests.attention.decode_interpreted import CASES, attend
 from tests.attention.support import qkv, visible
 from tests.support.interpreter import errors_of
 
@@ -42,7 +42,7 @@ def test_numbers_without_kernels(name: str) -> None:
         decode_interpreted.with_garbage(case, k, v, shown)
     if case.mask and math.isfinite(case.garbage):
         right = decode_interpreted.exact(case, q, k, v, mask, shown)
-    found = op.decode_attention(q, k, v, mask, scale=case.scale, causal=case.causal, tiles=(*case.tile, 4, 2))
+    found = attend(q, k, v, mask, (*case.tile, 4, 2), case.scale, case.causal)
     # A row in which all keys hold the lowest number of float32 has the digits of float32.
     torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-7)
 

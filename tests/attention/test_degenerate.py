@@ -76,7 +76,7 @@ def test_scale_of_a_call(scale: float) -> None:
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_scale_and_rows_without_a_key(scale: float) -> None:
+def test_scale_and_fully_masked_rows(scale: float) -> None:
     """What gives these rows their value and gradient multiplies by the scale too."""
 
     def fn(q: Any, k: Any, v: Any, pad: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Queries that see no key: their value, and the gradients that they send, are those of the unfused model.
+"""Fully masked rows: their value, and the gradients that they send, are those of the unfused model.
 
-A finite fill hides keys by adding so much that the score drowns. Where it hides all keys of a query, all
-scores become equal, and the query gets the mean of the values. Left padding under a causal mask makes
-such queries, and so does a padding mask over both queries and keys. Every loss here weighs all rows.
+A finite fill masks a key by adding so much that fill + score rounds to the fill. Where it masks all keys
+of a query, all scores become equal, and the query gets the mean of the values. Left padding under a causal
+mask makes such queries, and so does a padding mask over both queries and keys. Every loss here weighs all
+rows.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def test_spelling(case, dtype: torch.dtype, train: bool) -> None:
     check(case, (*qkv(S, S, batch=B, heads=H), left_padding()), dtype=dtype, train=train)
 
 
-#: Each with a mask that is 1 where a key is seen. In float64, 1e9 does not drown a score.
+#: Each with a mask that is 1 where a key is seen. In float64, 1e9 does not absorb a score.
 SUBTRACTED = {
     "number second": lambda s, m, big: s - (1.0 - m) * big,
     "number first": lambda s, m, big: s - big * (1 - m),
@@ -160,7 +161,7 @@ RAISED = {
 
 @cases(RAISED)
 def test_keys_that_are_raised(case) -> None:
-    """Where a mask may raise keys, other scores drown, and the gradient into k would be lost."""
+    """A mask that may raise keys absorbs the other scores, and the gradient into k would be lost."""
     fn = lambda q, k, v, m: finish(case(q @ k.mT * 0.3, m), v)  # noqa: E731
     inputs = (*qkv(S, S, batch=B, heads=H), -1e9 * causal(left_padding()).float())
     run = testing.capture(fn, *inputs, train=True, policy="always", backend=testing.EAGER_AFTER_PASSES)
@@ -182,18 +183,18 @@ def test_given_mask(shape: str, fill: float, dtype: torch.dtype, train: bool) ->
     def fn(q, k, v, mask):
         return finish(q @ k.mT * 0.3 + mask, v)
 
-    def drowned(q, k, v, mask):
-        """In float64, -1e9 does not drown a score."""
+    def absorbed(q, k, v, mask):
+        """In float64, -1e9 does not absorb a score."""
         return fn(q, k, v, mask.masked_fill(mask < 0, -1e300))
 
     if train and shape == "padding":
-        fn, drowned = without_padded_samples(fn), without_padded_samples(drowned)
-    check(fn, (*qkv(S, S, batch=B, heads=H), mask), dtype=dtype, train=train, reference=drowned)
+        fn, absorbed = without_padded_samples(fn), without_padded_samples(absorbed)
+    check(fn, (*qkv(S, S, batch=B, heads=H), mask), dtype=dtype, train=train, reference=absorbed)
 
 
 @TRAIN
-def test_fill_that_does_not_drown(train: bool) -> None:
-    """-1e4 added in float32 leaves differences between scores of an empty row."""
+def test_fill_that_does_not_absorb_the_scores(train: bool) -> None:
+    """-1e4 added in float32 leaves differences between the scores of a fully masked row."""
     mask = torch.zeros(B, 1, S, S).masked_fill(~causal(left_padding()), -1e4)
     fn = lambda q, k, v, m: finish(q @ k.mT * 0.3 + m, v)  # noqa: E731
     check(fn, (*qkv(S, S, batch=B, heads=H), mask), train=train)
@@ -212,7 +213,7 @@ BIASED = {
 @TRAIN
 @cases(BIASED)
 def test_bias(case, train: bool) -> None:
-    """A learned bias beside the mask drowns as well."""
+    """The mask absorbs a learned bias as well."""
     mask = torch.zeros(B, 1, S, S).masked_fill(~causal(left_padding()), LOWEST)
     if case is BIASED["fill and mask"]:
         mask = mask / 4.0  # two of the lowest number would be infinite
@@ -328,7 +329,7 @@ def test_full_compile(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 def test_clamp_that_makes_scores_equal(train: bool) -> None:
-    """A row whose scores are all raised to one number, in which they would not drown."""
+    """A row whose scores are all raised to one number, which would not absorb them."""
     hidden = torch.where(torch.rand(2, 1, 7, 1) > 0.5, -1e9, 0.0)
     fn = scored(lambda s, m: torch.max(s + m, torch.tensor(-3e4)))
     check(fn, [*qkv(grad=train), hidden], fused=None, train=train)
@@ -350,7 +351,7 @@ LEARNED = {
 
 @cases(LEARNED)
 def test_gradient_of_a_bias(case: Any) -> None:
-    """Of rows whose scores drown, a gradient flows into what is added to them."""
+    """In a row whose fill absorbs the scores, a gradient flows into what is added to them."""
     hidden = torch.rand(2, 1, 7, 1) > 0.5
     hidden[:, :, 0] = True
     inputs = [*qkv(), hidden, rand(3, 7, 13)]

@@ -271,12 +271,12 @@ def gradients_after_a_write(fn: Callable[..., Any], inputs: Any) -> list[Any]:
 
 
 def written_by_the_caller(
-    fn: Callable[..., Any], inputs: Any, fused: int | None = 1, backend: Any = None, dynamic: bool = False
+    fn: Callable[..., Any], inputs: Any, fused: int | None = 1, backend: Any = None
 ) -> None:
     wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
     expected = gradients_after_a_write(fn, wide)
     with fresh_compile(), config.patch(policy="always"), reporting.isolated() as sites:
-        compiled = torch.compile(fn, backend=backend or traced(), dynamic=dynamic)
+        compiled = torch.compile(fn, backend=backend or traced(), dynamic=False)
         found = gradients_after_a_write(compiled, inputs)
     done = [site for site in sites if site.fusion == "attention" and site.verdict == "fused"]
     assert fused is None or len(done) == fused, sites
@@ -391,7 +391,7 @@ def test_a_result_that_stock_leaves_is_not_copied() -> None:
     assert torch.ops.inductor_fusions.own.default not in seen[0]
 
 
-def test_strides_of_a_softmax_that_is_respelled() -> None:
+def test_strides_of_a_softmax_that_is_rewritten() -> None:
     def fn(q: Any, k: Any, v: Any) -> Any:
         weights = torch.softmax(q @ k.mT, 1)
         return weights, weights + 1, weights @ v

@@ -118,7 +118,7 @@ def padded(mask: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("right", [True, False], ids=["right", "left"])
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 def test_padding(right: bool, train: bool) -> None:
-    """Rows that see no key, on the left, are the mean of the values; a gradient flows into q and k."""
+    """Fully masked rows, on the left, are the mean of the values; a gradient flows into q and k."""
     with flex_everywhere("flex"):
         seen = check(
             spelled(padded), (*qkv(N, N, heads=H, grad=train), padding(right)), train=train, slack=4.0
@@ -129,7 +129,7 @@ def test_padding(right: bool, train: bool) -> None:
 def test_padding_in_a_call() -> None:
     inputs = (*qkv(N, N, heads=H), padding(right=False))
     with flex_everywhere("flex"):
-        # SDPA's own kernel gets the gradient of rows that see no key wrong.
+        # SDPA's own kernel gets the gradient of fully masked rows wrong.
         check(called(padded), inputs, kernel=PADDED, slack=4.0, reference=spelled(padded))
 
 
@@ -177,7 +177,7 @@ def test_left_whole(case: Any, form: Any) -> None:
     assert all("block mask" not in site.kernel for site in seen.ours.fused)
 
 
-def test_two_additions_to_rows_that_see_no_key() -> None:
+def test_two_additions_to_fully_masked_rows() -> None:
     """Two numbers are added to some keys, and one to others: such a row is not the mean of all values."""
 
     def mixed(mask: torch.Tensor) -> torch.Tensor:
@@ -212,7 +212,7 @@ def test_no_gradient_into_the_bias() -> None:
 
 @pytest.mark.parametrize("empty_rows", ["stock", "ignore"])
 def test_empty_rows(empty_rows: str) -> None:
-    """Where no row is without a key, each setting fuses; else `stock` leaves the site alone."""
+    """Where no row is fully masked, each setting fuses; else `stock` leaves the site alone."""
     inputs = (*qkv(N, N, heads=H), padding())
     with flex_everywhere("flex"), config.patch(empty_rows=empty_rows):
         seen = check(spelled(padded), inputs, fused=None, slack=4.0)

@@ -220,7 +220,7 @@ def test_shared_where_nothing_is_overwritten_in_between() -> None:
 
 
 @pytest.mark.parametrize("how", ["whole", "row", "view"])
-def test_rows_that_see_no_key_because_a_mask_was_overwritten(how: str) -> None:
+def test_fully_masked_rows_because_a_mask_was_overwritten(how: str) -> None:
     """They keep their value and their gradients."""
 
     def attention(q: Any, k: Any, v: Any, low: Any) -> Any:

@@ -134,7 +134,7 @@ MODELS = {"bloom": bloom, "padded": padded, "added": added, "alibi alone": alibi
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_model(name: str, side: str, train: bool) -> None:
-    """Values and gradients, those of rows that see no key included."""
+    """Values and gradients, those of fully masked rows included."""
     inputs = (*qkv(S, S, batch=B, heads=H, grad=train), padding(side))
     with everywhere():
         check(MODELS[name], inputs, train=train, kernel="row_bias, is_causal through cuDNN")

@@ -220,7 +220,7 @@ def test_scale_that_is_not_finite(scale: float) -> None:
     assert not run.fused
 
 
-def test_shift_in_which_scores_drown() -> None:
+def test_shift_that_absorbs_the_scores() -> None:
     run = testing.capture(scored(lambda s: s - 1e9), *qkv(grad=False), backend=testing.EAGER_AFTER_PASSES)
     assert not run.fused
 

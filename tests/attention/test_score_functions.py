@@ -75,7 +75,7 @@ def test_dense_mask_and_softcap() -> None:
     through_flex(scored(lambda s, m: torch.tanh(s / 3.0) * 3.0 + torch.where(m, 0.0, LOWEST)), (*qkv(), mask))
 
 
-def test_rows_that_see_no_key() -> None:
+def test_fully_masked_rows() -> None:
     """Their value, the mean of v, and its gradients are those of the unfused graph."""
     mask = visible(2, 1, Q_LEN, KV_LEN)
     mask[0, :, 2] = False

@@ -264,7 +264,7 @@ def test_becomes_it(case: tuple[Any, Any, list[tuple[int, ...]]]) -> None:
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_rows_without_a_key(train: bool) -> None:
+def test_fully_masked_rows(train: bool) -> None:
     """A fill is applied as in the unfused graph, so such rows need no care."""
     keep = visible(2, 1, 7, 13)
     keep[:, :, 3] = False

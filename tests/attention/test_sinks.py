@@ -139,7 +139,7 @@ def test_symbolic_length(name: str) -> None:
         check(fn, inputs, kernel="flex", slack=SLACK, dynamic=True, train=False)
 
 
-def check_rows_that_see_no_key(attention, kernel: str) -> None:
+def check_fully_masked_rows(attention, kernel: str) -> None:
     """`attention(mask)` is an attention with sinks, whose scores `mask` changes."""
     mask = visible(BATCH, 1, Q_LEN, 13)
     mask[0, :, 3] = False
@@ -152,9 +152,9 @@ def check_rows_that_see_no_key(attention, kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "flex"])
-def test_rows_that_see_no_key(kernel: str) -> None:
+def test_fully_masked_rows(kernel: str) -> None:
     """The sink takes all their weight."""
-    check_rows_that_see_no_key(attention, kernel)
+    check_fully_masked_rows(attention, kernel)
 
 
 def test_grouped_heads() -> None:

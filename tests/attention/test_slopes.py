@@ -30,7 +30,7 @@ def slopes() -> torch.Tensor:
 
 
 def steep() -> torch.Tensor:
-    """So that all keys but a query's own drown, or overflow."""
+    """Slopes that absorb the scores of all keys but a query's own, or overflow."""
     return torch.tensor([0.5, 1e5, 1e30, 0.0])
 
 

@@ -23,7 +23,7 @@ from inductor_fusions.fusions.attention.masks.algebra import (
     magnitude,
     map_parts,
 )
-from inductor_fusions.fusions.attention.masks.values import Choice, Value
+from inductor_fusions.fusions.attention.masks.values import Select, Value
 from tests.attention.support import check, flex_everywhere, qkv
 from tests.cases.masks import segments, written
 
@@ -53,7 +53,7 @@ def value_at(value: Value, row: int, column: int) -> Any:
         return value
     if isinstance(value, Affine):
         return value.const + sum(c * {-2: row, -1: column}[atom] for atom, c in value.coeffs)
-    if isinstance(value, Choice):
+    if isinstance(value, Select):
         chosen = value.then if value_at(value.condition, row, column) else value.otherwise
         return value_at(chosen, row, column)
     if isinstance(value, NonNegative):

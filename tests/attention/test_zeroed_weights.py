@@ -1,4 +1,4 @@
-"""Weights that are set to 0 where the scores were masked: a row without a key is zero.
+"""Weights that are set to 0 where the scores were masked: a fully masked row is zero.
 
 `softmax(scores.masked_fill(m, -inf)).masked_fill(m, 0) @ v`: in speech models (ESPnet, WeNet), and CPM-Ant.
 """
@@ -46,7 +46,7 @@ def fills(q, k, v, pad, number=-INF):
 
 
 def zeroed(fill, zero, find=lambda pad: ~causal(pad)):
-    """Scores that `fill` changes at hidden keys, and weights that `zero` changes there."""
+    """Scores that `fill` changes at masked keys, and weights that `zero` changes there."""
 
     def fn(q, k, v, pad):
         hidden = find(pad)
@@ -202,7 +202,7 @@ def test_settings_of_empty_rows(rows: str, train: bool) -> None:
 
 @pytest.mark.parametrize("case", [fills, espnet, computed_twice], ids=["fills", "ESPnet", "CPM-Ant"])
 def test_flex_attention(case) -> None:
-    """Rows without a key are zero there by themselves."""
+    """Fully masked rows are zero there by themselves."""
     with flex_everywhere("flex"):
         seen = check(case, (*qkv(S, S, batch=B, heads=H), padding()), kernel="flex, block mask")
     assert not seen.ours.calls("any")
@@ -261,7 +261,7 @@ NO_ZEROS = {
     "another number": lambda w, hidden: w.masked_fill(hidden, 0.5),
     "a number that is data": lambda w, hidden: torch.where(hidden, w.detach().amin(), w),
     "a product with twice the mask": lambda w, hidden: w * ((~hidden).to(w.dtype) * 2),
-    "a product with the hidden keys": lambda w, hidden: w * hidden.to(w.dtype),
+    "a product with the masked keys": lambda w, hidden: w * hidden.to(w.dtype),
     "overwritten in between": lambda w, hidden: zero(w, hidden.logical_not_()),
 }
 

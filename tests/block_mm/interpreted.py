@@ -21,7 +21,7 @@ ROW = configurations.Config("row", 1, 8, 64, 4, 1)
 
 @dataclass(frozen=True)
 class Case:
-    """One block GEMM.
+    """One grouped GEMM.
 
     Attributes:
         rows: M, of every group.

@@ -1,4 +1,4 @@
-"""Whatever the structure of a block GEMM, its kernel compiles to machine code and fits into shared memory.
+"""Whatever the structure of a grouped GEMM, its kernel compiles to machine code and fits into shared memory.
 
 What Triton refuses would break the compile of a user, and what it refuses depends on the structure: on
 layouts, scales, how many steps K has, and on what the scheduler fuses behind the kernel.
@@ -46,7 +46,7 @@ TAILS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torc
 
 @dataclass(frozen=True)
 class Drawn:
-    """A block GEMM and what is around it.
+    """A grouped GEMM and what is around it.
 
     Attributes:
         posed: sizes, groups and layouts; where `shared` is "a" or "b", the first products of all groups

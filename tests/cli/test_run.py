@@ -248,7 +248,7 @@ def test_by_output(simulated: Callable) -> None:
 )
 def test_nothing_to_find(total: int, run: Callable, says: str, simulated: Callable, tmp_path: Path) -> None:
     simulated(total, run)
-    with pytest.raises(bisecting.Nothing, match=says):
+    with pytest.raises(bisecting.NotFound, match=says):
         bisecting.bisect(["train.py"], [])
     script = tmp_path / "train.py"
     script.write_text("")

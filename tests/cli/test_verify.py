@@ -13,7 +13,7 @@ from torch import fx, nn
 import inductor_fusions
 from inductor_fusions import config, verify
 from inductor_fusions.checking import budget
-from inductor_fusions.checking.runs import Exact
+from inductor_fusions.checking.runs import Float64Mode
 from inductor_fusions.fusion import Candidate, Fusion
 
 
@@ -178,7 +178,7 @@ def test_grouped_products_in_float64(kind: str) -> None:
     }[kind]  # fmt: skip
     a, b, offs = torch.randn(a), torch.randn(b), None if kind == "stacks" else ends
     narrow = torch._grouped_mm(a, b, offs=offs)
-    with Exact():
+    with Float64Mode():
         wide = torch._grouped_mm(a.double(), b.double(), offs)
     assert wide.dtype == torch.float64
     torch.testing.assert_close(wide.float(), narrow, rtol=1e-5, atol=1e-5)

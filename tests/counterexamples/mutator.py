@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from inductor_fusions.checking.runs import Exact, cast, copied
+from inductor_fusions.checking.runs import Float64Mode, cast, copied
 
 #: What hides a key.
 LOWEST = torch.finfo(torch.float32).min / 64
@@ -305,7 +305,7 @@ def runs(mutant: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
     """Whether a mutant is a program at all, also in float64, and gives numbers."""
     try:
         wide = cast((*inputs,), torch.float64)
-        with Exact():  # a cast makes no copy there: what is written to may be an input then
+        with Float64Mode():  # a cast makes no copy there: what is written to may be an input then
             mutant(*copied(wide, True))
         copies = copied((*inputs,), True)
         outputs = mutant(*copies)

@@ -118,7 +118,7 @@ def test_stock_misreads_decomposed_sdpa(name: str) -> None:
 @pytest.mark.parametrize("misread", [True, False])
 @pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 1, 2)], ids=["q", "k", "v", "all"])
 def test_permuted_operands_of_sdpa(which: tuple[int, ...], misread: bool) -> None:
-    """The respelled graph, for every permutation: equal, and no operand is permuted otherwise at the end."""
+    """The rewritten graph, for every permutation: equal, and no operand is permuted otherwise at the end."""
 
     def every(q: Any, k: Any, v: Any) -> list[Any]:
         return [

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 MISFIRES = ("2.11", "2.12", "2.13", "2.14")
 
 #: A torch whose patterns misread them, whatever this one does.
-respelled = mock.patch.object(stock_misfires, "patterns_ignore_constants", lambda: True)
+rewritten = mock.patch.object(stock_misfires, "patterns_ignore_constants", lambda: True)
 
 #: The permutation that brings heads forward, which stock's patterns take every other one for.
 HEADS = (0, 2, 1, 3)
@@ -46,7 +46,7 @@ def attention(q: Any, k: Any, v: Any, dim: int = -1) -> Any:
     return torch.softmax(q @ k / 3.0, dim=dim) @ v
 
 
-#: name -> (function, inputs, number of sites that are respelled)
+#: name -> (function, inputs, number of sites that are rewritten)
 CASES: dict[str, tuple[Callable[..., Any], Callable[[], Any], int]] = {
     "softmax over the queries": (lambda q, k, v, b: attention(q, k.mT, v, -2), four, 1),
     "softmax over the heads": (lambda q, k, v, b: attention(q, k.mT, v, 1), four, 1),
@@ -155,9 +155,9 @@ DIVIDED: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", DIVIDED)
-@respelled
+@rewritten
 def test_divisor(name: str) -> None:
-    """As Inductor compiles it, and what is respelled where the patterns ignore the divisor."""
+    """As Inductor compiles it, and what is rewritten where the patterns ignore the divisor."""
     torch.manual_seed(0)
     inputs = four(8)
     run = testing.capture(DIVIDED[name], *inputs, train=False, policy="profitable")
@@ -176,7 +176,7 @@ RAISE, READ = ("2.12", "2.13", "2.14"), ("2.15",)
 
 @pytest.mark.skipif(not torch.__version__.startswith(RAISE + READ), reason="another torch")
 def test_divisor_that_is_a_tensor() -> None:
-    """Respelled where stock raises, and nowhere else."""
+    """Rewritten where stock raises, and nowhere else."""
     function, inputs = DIVIDED["by a tensor"], four(8)
     true = function(*[x.detach().double() for x in inputs])
     stock = functools.partial(testing.capture, function, *inputs, policy="profitable")
@@ -239,7 +239,7 @@ def test_training(name: str) -> None:
     ],
 )
 def test_stock_is_wrong(name: str) -> None:
-    """Without the respelling the result is wrong, so that the tests above can fail."""
+    """Without the rewrite the result is wrong, so that the tests above can fail."""
     with config.patch(stock_misfires=False, attention=False):
         worst, run = errors(name, train=False)
     assert worst > 0.1 and not run.sites
@@ -258,9 +258,9 @@ def test_training_all(name: str) -> None:
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", NAMES)
-@respelled
+@rewritten
 def test_equal(name: str, dynamic: bool | None) -> None:
-    """The respelled graph itself, forward and backward, and what the report says."""
+    """The rewritten graph itself, forward and backward, and what the report says."""
     with config.patch(attention=False):
         worst, run = errors(name, train=True, backend=testing.EAGER_AFTER_PASSES, dynamic=dynamic)
     assert worst < 1e-6
@@ -273,7 +273,7 @@ def test_equal(name: str, dynamic: bool | None) -> None:
     assert all(site.verdict == "fused" and site.source for site in run.sites)
 
 
-@respelled
+@rewritten
 def test_dtypes() -> None:
     """A factor of an operand that the addition casts, and a softmax that casts."""
 

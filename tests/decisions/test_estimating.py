@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from inductor_fusions.decisions import bracket, estimating, filling
+from inductor_fusions.decisions import bracket, estimating
+from inductor_fusions.decisions.occupancy import idle_multiprocessors, wave_quantization
 
 
 def test_bracket() -> None:
@@ -35,9 +36,10 @@ def test_estimate() -> None:
     assert further is not None and further.lower < 0 < near.lower
 
 
-def test_waves_and_blocks() -> None:
-    """Both are 0 where the device is full, and by how much it is not counts half."""
-    assert filling.waves(8192, (8192,), 132) == pytest.approx(0.0, abs=0.02)
-    assert filling.waves(2048, (2304,), 132) < -0.2 < filling.waves(2048, (2048,), 132) == 0.0
-    assert filling.blocks(132, 128, 128, False, 132) == filling.blocks(33, 512, 64, False, 132) == 0.0
-    assert filling.blocks(33, 512, 64, True, 132) == pytest.approx(math.log(0.25) / 2)
+def test_occupancy() -> None:
+    """Both are 0 for a full device, and half of the logarithm of the share that is busy otherwise."""
+    assert wave_quantization(8192, (8192,), 132) == pytest.approx(0.0, abs=0.02)
+    assert wave_quantization(2048, (2304,), 132) < -0.2 < wave_quantization(2048, (2048,), 132) == 0.0
+    assert idle_multiprocessors(132, 128, 128, False, 132) == 0.0
+    assert idle_multiprocessors(33, 512, 64, False, 132) == 0.0
+    assert idle_multiprocessors(33, 512, 64, True, 132) == pytest.approx(math.log(0.25) / 2)

@@ -297,7 +297,7 @@ def frozen_a_of_channels(x: Any, w: Any, a: Any, b: Any) -> Any:
 
 @form(X, "frozen 64x64", "frozen 64x64", (24, 64), (64, 8), (64, 16))
 def packed_a_of_two_linears(x: Any, q: Any, k: Any, a: Any, b: Any, c: Any) -> Any:
-    """One narrow product for the adapters of several linears, whose columns are read where they are."""
+    """One skinny GEMM for the adapters of several linears, whose columns are read where they are."""
     first, second = F.linear(x, a).split([8, 16], dim=-1)
     return F.linear(x, q) + F.linear(first, b) * 2.0, F.linear(x, k) + F.linear(second, c) * 2.0
 

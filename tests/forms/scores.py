@@ -141,7 +141,7 @@ def bias_of_queries(q: Any, k: Any, v: Any, bias: Any) -> Any:
 
 @form(*QKV)
 def mask_of_queries(q: Any, k: Any, v: Any) -> Any:
-    """The scores drown in it."""
+    """It absorbs the scores."""
     return (scored(q, k) + torch.where(torch.arange(9) < 3, -1e9, 0.0)[:, None]).softmax(-1) @ v
 
 
@@ -211,14 +211,14 @@ def features_and_vectors(q: Any, k: Any, v: Any, vectors: Any) -> Any:
 
 @form((2, 9, 8), (2, 9, 8), (2, 9, 8), (2, 9, 3), lambda: torch.rand(2, 1, 9) > 0.4)
 def features_and_coordinates(q: Any, k: Any, v: Any, x: Any, hidden: Any) -> Any:
-    """One sample sees no key."""
+    """The rows of one sample are fully masked."""
     hidden = hidden | (torch.arange(2) == 1)[:, None, None]
     w = scored(q, k).masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0)
     return w @ v, w.bmm(x) - x
 
 
 def marked(seen: torch.Tensor) -> torch.Tensor:
-    """Drawn marks on lower triangles: one query sees no key."""
+    """Drawn marks on lower triangles: one row is fully masked."""
     return torch.ones(9, 9).tril() * (seen & (torch.arange(9) != 3)[:, None]).float()
 
 

@@ -194,7 +194,7 @@ def powers_of_two_as_they_are(q: Any, k: Any, v: Any) -> Any:
 
 @form(*QKV)
 def softmax_with_zeros_of_its_own(q: Any, k: Any, v: Any) -> Any:
-    """Softmax-n: a number of zeros in the sum, shifted as the scores are; one query sees no key."""
+    """Softmax-n: a number of zeros in the sum, shifted as the scores are; one row is fully masked."""
     s = scored(q, k).masked_fill(torch.ones(9, 9).tril(-2).bool().flip(0), -1e9)
     highest = s.max(dim=-1, keepdim=True).values
     e = torch.exp(torch.subtract(s, highest))
@@ -262,7 +262,7 @@ def no_row_is_nan(q: Any, k: Any, v: Any, hidden: Any) -> Any:
 
 @form(*QKV, lambda: torch.tensor([[True] * 3 + [False] * 6, [False] * 9]))
 def nan_of_rows_of_two_fills(q: Any, k: Any, v: Any, padding: Any) -> Any:
-    """Padding on the left beside a causal mask: the first queries see no key."""
+    """Padding on the left beside a causal mask: the first rows are fully masked."""
     scores = scored(q, k).masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
     scores = torch.where(~padding[:, None, None], scores, float("-inf"))
     return torch.nan_to_num(scores.softmax(-1)) @ v

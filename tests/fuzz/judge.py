@@ -14,7 +14,7 @@ from hypothesis import assume, reject
 
 from inductor_fusions import config, testing
 from inductor_fusions.block_mm import op
-from inductor_fusions.checking.runs import Exact, cast, copied, near, run
+from inductor_fusions.checking.runs import Float64Mode, cast, copied, near, run
 from inductor_fusions.sites import Site
 from tests.attention.support import flex_everywhere
 from tests.fuzz.programs import Program
@@ -271,7 +271,7 @@ def is_rounding(
     for sample in range(samples):
         given = near(list(inputs), sample)
         (wide,), _ = cast(((given,), {}), torch.float64)
-        with Exact():
+        with Float64Mode():
             true = flat(function, wide, [c.double() for c in cotangents])
         exact = exact or true
         stock = flat(function, given, cotangents)

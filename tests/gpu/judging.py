@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from inductor_fusions import _inductor, config, reporting
-from inductor_fusions.checking.runs import Exact, copied, leaves, near
+from inductor_fusions.checking.runs import Float64Mode, copied, leaves, near
 from tests.gpu.moving import HALF, Program, device_of, mapping
 
 #: Of the random numbers that a program draws.
@@ -118,7 +118,7 @@ class _Judged:
             self.true: list[Run] = []
             if not self.draws:
                 for sample in range(SAMPLES):
-                    with Exact():
+                    with Float64Mode():
                         self.true.append(self.run(wide.fn, sample, wide).values)
                     self.add_noise(self.run(program.fn, sample).values, self.true[-1])
         except _Refused:

@@ -1,4 +1,4 @@
-"""The block GEMM on a CUDA device: numbers, memory, repeats, and CUDA graphs."""
+"""The grouped GEMM on a CUDA device: numbers, memory, repeats, and CUDA graphs."""
 
 from __future__ import annotations
 

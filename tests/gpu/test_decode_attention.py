@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from inductor_fusions import config, testing
-from inductor_fusions.fusions.attention.decode import op, plan
+from inductor_fusions.fusions.attention.decode import plan
 from tests.attention import decode_interpreted as cases
-from tests.attention.decode_interpreted import CASES, Case
+from tests.attention.decode_interpreted import CASES, Case, attend
 from tests.attention.test_decode import repeated
 
 pytestmark = pytest.mark.gpu
@@ -64,7 +64,7 @@ def test_numbers(name: str, dtype: torch.dtype) -> None:
     """About as exact as SDPA's math, whatever is in keys that nobody sees."""
     case = SHAPES[name]
     q, k, v, mask, right = inputs(case, dtype)
-    found = op.decode_attention(q, k, v, mask, scale=case.scale, causal=case.causal, tiles=(*case.tile, 4, 2))
+    found = attend(q, k, v, mask, (*case.tile, 4, 2), case.scale, case.causal)
     assert found.dtype == dtype and found.transpose(1, 2).is_contiguous()
     assert error(found, right) < torch.finfo(dtype).eps
 
@@ -74,7 +74,7 @@ def test_numbers(name: str, dtype: torch.dtype) -> None:
 def test_tiles(tiles: tuple[int, ...], mask: str) -> None:
     case = replace(LARGE, mask=mask)
     q, k, v, given, right = inputs(case, torch.bfloat16)
-    found = op.decode_attention(q, k, v, given, scale=case.scale, tiles=tiles)
+    found = attend(q, k, v, given, tiles, case.scale)
     assert error(found, right) < torch.finfo(torch.bfloat16).eps
 
 
@@ -89,7 +89,7 @@ def test_more_elements_than_int32_holds(batch: int) -> None:
     v = torch.randn_like(k)
     mask = torch.zeros(batch, 1, 1, keys, device="cuda", dtype=torch.bool)
     mask[..., -1000:] = True
-    found = op.decode_attention(q, k, v, mask, tiles=(64, 8, 4, 2))
+    found = attend(q, k, v, mask, (64, 8, 4, 2))
     part = [x[..., -1000:, :].double().repeat_interleave(4, 1) for x in (k, v)]
     right = (q.double() @ part[0].mT * 128**-0.5).softmax(-1) @ part[1]
     assert error(found, right) < torch.finfo(torch.bfloat16).eps
@@ -140,5 +140,5 @@ def test_default_tiles_run_at_each_width() -> None:
         case = replace(LARGE, dim=dim, v_dim=dim, queries=8, shape="bq")
         shape = plan.Shape(3, 32, 8, 8, 4096, dim, torch.bfloat16, "additive")
         q, k, v, mask, right = inputs(case, torch.bfloat16)
-        found = op.decode_attention(q, k, v, mask, scale=case.scale, tiles=plan.tiles(shape, q.device))
+        found = attend(q, k, v, mask, plan.tiles(shape, q.device), case.scale)
         assert error(found, right) < torch.finfo(torch.bfloat16).eps, dim

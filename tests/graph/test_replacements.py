@@ -104,12 +104,10 @@ def same(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.clamp_min(x + y, 0)
 
 
-def by_functions(
-    search: Any = added, replace: Any = same, check: Any = lambda match: None, **options: Any
-) -> Fusion:
+def by_functions(replace: Any = same, check: Any = lambda match: None, **options: Any) -> Fusion:
     fusion = Fusion("pair", "post_grad", "for tests")
     fusion.replacement(
-        search, replace, inputs=lambda: [torch.empty(2, 3), torch.empty(2, 3)], check=check, **options
+        added, replace, inputs=lambda: [torch.empty(2, 3), torch.empty(2, 3)], check=check, **options
     )
     return fusion
 

@@ -21,13 +21,13 @@ HALF, WHOLE = torch.float16, torch.float32
 
 @dataclass(frozen=True)
 class Case:
-    """One narrow product, or linears with adapters where there are `columns`.
+    """One skinny GEMM, or linears with adapters where there are `columns`.
 
     Attributes:
         rows, inner: M and K.
         ranks: of the narrow matrices, or of the adapters.
         dtypes: of x, and of the narrow matrices.
-        config: of the narrow product, or of the pair of kernels.
+        config: of the skinny GEMM, or of the pair of kernels.
         layout: of x: "n" or "t".
         split: whether the form for a product of the dtype of x is wanted as well, doubled.
         transposed: whether the results are.

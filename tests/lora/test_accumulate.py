@@ -280,7 +280,7 @@ def test_spellings_of_a_mask(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [HALF, WHOLE, torch.float16], ids=str)
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_masks(count: int, dtype: torch.dtype) -> None:
-    """The products without the adapters are one block GEMM still."""
+    """The products without the adapters are one grouped GEMM still."""
     base = torch.float16 if dtype == torch.float16 else HALF
     given = gradients(count, dtype, base)
     seen = check(lambda linears: backward(mask_with_its_factor, linears), (given,), budget=2.0)

@@ -60,7 +60,7 @@ def test_float16(train: bool) -> None:
 
 
 def test_several_linears() -> None:
-    """q and v: one kernel for both bases and a plain linear, one narrow product for both As."""
+    """q and v: one kernel for both bases and a plain linear, one skinny GEMM for both As."""
 
     def fn(x: Any, w: Any, a: Any, b: Any, u: Any, c: Any, d: Any) -> Any:
         q = F.linear(x, w) + F.linear(F.relu(F.linear(x, a)), b)
@@ -119,8 +119,8 @@ def test_gate_of_rows(dtype: torch.dtype, rows: int) -> None:
 OTHERS: dict[str, Callable[..., Any]] = {
     # Another order of the rows: nothing is known of what is between.
     "reached by other operations": lambda x, w, a, b, c: adapted(lambda h: h.flip(0))(x, w, a, b),
-    # A gated pair of narrow products is no adapter: which of them would be A?
-    "two narrow products": lambda x, w, a, b, c: (
+    # A gated pair of skinny GEMMs is no adapter: which of them would be A?
+    "two skinny GEMMs": lambda x, w, a, b, c: (
         F.linear(x, w) + F.linear(F.silu(F.linear(x, a)) * F.linear(x, c), b)
     ),
     "broadcast": lambda x, w, a, b, c: F.linear(x, w) + F.linear(F.linear(x[:1], a).relu() + x[:, :16], b),
@@ -136,7 +136,7 @@ def test_no_adapter(name: str) -> None:
 
 
 def test_the_backward_of_a_small_mlp() -> None:
-    """The gradient of its input is a sum of two functions of narrow products: neither is an adapter."""
+    """The gradient of its input is a sum of two functions of skinny GEMMs: neither is an adapter."""
 
     def fn(x: Any, g: Any, u: Any, d: Any) -> Any:
         return F.linear(F.silu(F.linear(x, g)) * F.linear(x, u), d)

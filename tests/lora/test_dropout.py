@@ -371,7 +371,7 @@ def test_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def narrow_calls(seen: Run, graph: int) -> list[tuple[int, int, bool]]:
-    """The narrow products of a graph: number of matrices, number of masks, and whether transposed."""
+    """The skinny GEMMs of a graph: number of matrices, number of masks, and whether transposed."""
     return [
         (len(named(c).b), len(named(c).kept), named(c).transposed) for c in targets(seen, NARROW_MM, graph)
     ]
@@ -381,7 +381,7 @@ def narrow_calls(seen: Run, graph: int) -> list[tuple[int, int, bool]]:
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_kernels_of_a_step(adapters: torch.dtype, count: int, dynamic: bool) -> None:
-    """Forward one narrow product of the input, which reads the masks, and a block GEMM; backward the
+    """Forward one skinny GEMM of the input, which reads the masks, and a grouped GEMM; backward the
     gradients of the As together, and one sum that adds the adapters behind their masks."""
     seen = run(Adapted(adapters, count), (rand(96, IN),), train=True, dynamic=dynamic)
     assert narrow_calls(seen, 0) == [(count, count, False)]

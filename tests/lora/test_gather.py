@@ -57,7 +57,7 @@ def splits(seen: Run, graph: int = 0) -> list[int]:
 
 
 def in_summands(seen: Run, graph: int = 0) -> int:
-    """How many narrow products read summands."""
+    """How many skinny GEMMs read summands."""
     calls = [node for node in seen.graphs[graph].nodes if node.target is NARROW_MM]
     return sum(named(node).b[0].meta["val"].dim() == 3 for node in calls)
 
@@ -116,7 +116,7 @@ def test_ranks_that_are_filled_up(rank: int) -> None:
 
 
 def test_few_rows_split_by_themselves() -> None:
-    """With few rows the narrow product splits up what it reads."""
+    """With few rows the skinny GEMM splits up what it reads."""
 
     def fn(x: Any, w: Any, a: Any, b: Any, z: Any) -> Any:
         h = x.to(a.dtype) @ a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ HALF, WHOLE = torch.bfloat16, torch.float32
 
 
 def narrow_code(shape: narrow.Shape, arch: int, chosen: Any = None, transposed: bool = False) -> Any:
-    """The machine code of a narrow product, in one configuration or in the default one."""
+    """The machine code of a skinny GEMM, in one configuration or in the default one."""
     assert shape.rows is not None and shape.inner is not None
     turned = shape.layout == "t"
     x = torch.empty((shape.inner, shape.rows) if turned else (shape.rows, shape.inner), dtype=shape.dtype)
@@ -167,32 +168,6 @@ def test_accumulate(name: str, arch: int) -> None:
         assert found.fits and not found.spill_bytes and found.uses_mma, found
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", SUMS)
-def test_accumulate_candidates(name: str) -> None:
-    """What tuning tries on Hopper does not spill."""
-    wrong = {}
-    for chosen in accumulate_kernel.candidates(SUMS[name]):
-        found = accumulate_code(SUMS[name], 90, chosen)
-        if not found.fits or found.spill_bytes:
-            wrong[chosen] = found
-    assert not wrong
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "name", ["r16", "qkv", "bf16", "gradient", "masked", "masked qkv bf16", "masked gradient"]
-)
-def test_narrow_candidates(name: str) -> None:
-    """What tuning tries on Hopper does not spill."""
-    wrong = {}
-    for chosen in narrow.candidates(SHAPES[name]):
-        found = narrow_code(SHAPES[name], 90, chosen)
-        if not found.fits:
-            wrong[chosen] = found
-    assert not wrong
-
-
 def shipped(section: str) -> list[dict[str, Any]]:
     """The rows of a table that have a configuration, but for those that another one compiles alike."""
     rows = tables.load("nvidia_h200")[section]  # type: ignore[index]
@@ -277,16 +252,29 @@ def test_few_rows(name: str, arch: int) -> None:
     assert ("griddepcontrol.wait" in up.ptx) == (arch >= 90)
 
 
+def tried(kernel: str, name: str) -> Iterator[tuple[Any, Any]]:
+    """The configurations that tuning tries on Hopper, and their machine code."""
+    if kernel == "accumulate":
+        yield from ((c, accumulate_code(SUMS[name], 90, c)) for c in accumulate_kernel.candidates(SUMS[name]))
+    elif kernel == "narrow":
+        yield from ((c, narrow_code(SHAPES[name], 90, c)) for c in narrow.candidates(SHAPES[name]))
+    else:
+        for chosen in decode.candidates(FEW[name], 90):
+            yield from ((chosen, found) for found in pair_code(FEW[name], 90, chosen))
+
+
+CANDIDATES = {
+    "accumulate": list(SUMS),
+    "narrow": ["r16", "qkv", "bf16", "gradient", "masked", "masked qkv bf16", "masked gradient"],
+    "pair": ["one row", "three rows", "qkv", "eight rows", "16 rows", "r128"],
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["one row", "three rows", "qkv", "eight rows", "16 rows", "r128"])
-def test_candidates_for_few_rows(name: str) -> None:
+@pytest.mark.parametrize(("kernel", "name"), [(k, name) for k, names in CANDIDATES.items() for name in names])
+def test_candidates(kernel: str, name: str) -> None:
     """What tuning tries on Hopper does not spill."""
-    wrong = {}
-    for chosen in decode.candidates(FEW[name], 90):
-        for found in pair_code(FEW[name], 90, chosen):
-            if not found.fits:
-                wrong[chosen] = found
-    assert not wrong
+    assert not {chosen: found for chosen, found in tried(kernel, name) if not found.fits}
 
 
 # -- random shapes -----------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def ids(name: str, tokens: int = 48) -> torch.Tensor:
 
 
 def ops(seen: Run, graph: int = 0) -> Counter[str]:
-    """How many calls there are: narrow products, block GEMMs by groups and products, pairs of kernels."""
+    """How many calls there are: skinny GEMMs, grouped GEMMs by groups and products, pairs of kernels."""
     found: Counter[str] = Counter()
     for node in seen.graphs[graph].nodes:
         if node.target is NARROW_MM:
@@ -88,7 +88,7 @@ def ops(seen: Run, graph: int = 0) -> Counter[str]:
 
 @pytest.mark.parametrize("whole", [True, False], ids=["float32", "bfloat16"])
 def test_llama_inference(whole: bool) -> None:
-    """QKV, output, gate and up, down: a narrow product and a block GEMM each, and no product is left."""
+    """QKV, output, gate and up, down: a skinny GEMM and a grouped GEMM each, and no product is left."""
     seen = check(Adapted("Llama", whole=whole), (ids("Llama"),), budget=3.0)
     assert ops(seen) == {"narrow": 8, "3 of 6": 2, "1 of 2": 4, "2 of 4": 2}
     assert not seen.products() and not seen.reasons("lora")

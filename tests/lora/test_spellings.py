@@ -219,7 +219,7 @@ def test_several_adapters_are_added(rows: int) -> None:
     assert seen.fused("lora") == 1 and not seen.products()
     if rows > 64:
         (call,) = seen.calls()
-        # The factors are in what the narrow product makes: each product is one more step of one loop.
+        # The factors are in what the skinny GEMM makes: each product is one more step of one loop.
         assert named(call).scales == [1.0, 1.0, 1.0]
         factors = [f for node in call.graph.nodes if node.target is NARROW_MM for f in named(node).further]
         assert sorted(factors) == [0.5, 2.0]
@@ -249,7 +249,7 @@ def test_some_linears_of_one_input(rows: int, adapted: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("of_input", [True, False])
 def test_gradients_of_adapters_that_keep_their_input(of_input: bool) -> None:
-    """Those of A, which are narrow products since before autograd, read the input once."""
+    """Those of A, which are skinny GEMMs since before autograd, read the input once."""
 
     def fn(x: Any, w: Any, v: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
         y = (F.linear(x, w) + F.linear(LORA_DOWN(x, a), b) * 2.0).to(x.dtype)
@@ -268,7 +268,7 @@ def test_gradients_of_adapters_that_keep_their_input(of_input: bool) -> None:
 
 
 def test_what_is_in_the_middle_is_an_output_where_it_is_used() -> None:
-    """As where a backward needs it: the narrow product has it."""
+    """As where a backward needs it: the skinny GEMM has it."""
 
     def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
         h = F.linear(x.to(a.dtype), a)

@@ -201,7 +201,7 @@ def test_training(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen2", "gpt_bigcode"])
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 def test_left_padding(name: str, train: bool) -> None:
-    """Rows that see no key: the outputs of all positions, and all gradients."""
+    """Fully masked rows: the outputs of all positions, and all gradients."""
     torch.manual_seed(0)
     check(MODELS[name], inputs=left_padded(), train=train, slack=8.0)
 
@@ -341,7 +341,7 @@ def test_biases_in_a_mask(attention: str, padding: str) -> None:
     if padding == "none":
         del inputs["attention_mask"]
     with flex_everywhere("flex"):
-        # SDPA on a CPU gets the gradients of rows that see no key wrong.
+        # SDPA on a CPU gets the gradients of fully masked rows wrong.
         seen = check(FALCON, FALCON.build(attention), inputs, train=True, slack=8.0, reference=FALCON.build())
     hidden = "causal" if padding == "none" else "causal+pad"
     assert {site.kernel for site in seen.sites} == {

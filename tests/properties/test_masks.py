@@ -37,7 +37,7 @@ def kind_of(seen: testing.Checked) -> str:
 
 @of(lambda case: True)
 def test_numbers(case: Case) -> None:
-    """Forward and gradients are those of the unfused graph, rows that see no key included."""
+    """Forward and gradients are those of the unfused graph, fully masked rows included."""
     inputs = (*qkv(case.length, case.length, heads=HEADS), segments(2, case.length))
     with flex_everywhere("flex"):
         seen = check(case.fn, inputs, kernel="flex")

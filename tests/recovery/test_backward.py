@@ -50,7 +50,7 @@ def _refuse(graph: torch.fx.Graph) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_as_products(causal: bool) -> None:
-    """Of the definition, with grouped keys, a broadcast bias and a row that sees no key."""
+    """Of the definition, with grouped keys, a broadcast bias and a fully masked row."""
     q, k, v, grad = (
         torch.randn(2, h, n, 8, dtype=torch.float64) for h, n in ((4, 5), (2, 7), (2, 7), (4, 5))
     )

@@ -137,7 +137,7 @@ def test_L2_add_bias_relu(shape: tuple[int, int, int], device: torch.device) -> 
 
 @pytest.mark.parametrize("tail", [torch.relu, torch.sigmoid], ids=["relu", "sigmoid"])
 def test_L3_tail_of_an_adapter(tail: Any, device: torch.device) -> None:
-    """relu and sigmoid of x + m * y + bias, where y is the adapter: the epilogue of the block GEMM."""
+    """relu and sigmoid of x + m * y + bias, where y is the adapter: the epilogue of the grouped GEMM."""
     pytest.importorskip("triton")
     from tests.block_mm import support
 
@@ -148,7 +148,7 @@ def test_L3_tail_of_an_adapter(tail: Any, device: torch.device) -> None:
     assert fused_on(device, fn, args, factor=2.0)["lora"] == 1
     with config.patch(policy="always", strict=True):
         kernels, calls = launched(fn, args, device)
-    # The narrow product, and the rest.
+    # The skinny GEMM, and the rest.
     assert sum("_tem_" in name for name in kernels) == 2 and not calls
 
 

@@ -53,7 +53,7 @@ def adds_atomically(code: cuda_codegen.Generated) -> bool:
 
 @pytest.mark.parametrize("name", ["shared", "gated", "epilogue", "in_float32"])
 def test_linears(name: str) -> None:
-    """Block GEMMs and narrow products are used: each output is summed by one block of threads."""
+    """Grouped GEMMs and skinny GEMMs are used: each output is summed by one block of threads."""
     case = CASES[name]
     values = case.inputs()
     with on_a_gpu() as sites:

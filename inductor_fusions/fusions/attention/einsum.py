@@ -1,4 +1,4 @@
-"""The two products of an attention where they are spelled as an einsum, a tensordot or a linear."""
+"""The two products of an attention where they are written as an einsum, a tensordot or a linear."""
 
 from __future__ import annotations
 

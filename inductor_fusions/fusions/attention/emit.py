@@ -32,60 +32,41 @@ class Emitter:
     """Replaces the output of one site by a fused call.
 
     Args:
+        problem: the attention, as the kernel takes it.
+        output: the node whose users read the result from now on.
         memo: masks built for earlier sites of this graph.
         changed: gets what is put into the graph, as `leaving.settle` takes it.
     """
 
-    def __init__(self, memo: MaskMemo, changed: list[tuple[fx.Node, bool]]) -> None:
-        self.memo, self.changed = memo, changed
+    def __init__(
+        self, problem: Problem, output: fx.Node, memo: MaskMemo, changed: list[tuple[fx.Node, bool]]
+    ) -> None:
+        self.problem, self.memo, self.changed = problem, memo, changed
+        self.build = Builder(output)
 
-    def emit(self, problem: Problem, output: fx.Node, kernel: str, grouped: bool) -> None:
-        """Insert the fused call and make it the value of `output`.
+    def emit(self, kernel: str, grouped: bool) -> None:
+        """Insert the fused call and make it the value of the output.
 
         Args:
-            output: the node whose users read the result from now on.
             kernel: "sdpa" lets SDPA choose its backend; "efficient" calls that backend, "row_bias" cuDNN
                 with one row of biases; "flex" calls flex attention, "short" and "decode" the operations of
                 this package.
             grouped: give k and v with their own heads (enable_gqa), not repeated.
         """
-        build = Builder(output)
-        mask = Mask(None)
-        if kernel not in ("short", "row_bias") and (kernel != "flex" or problem.structure is None):
-            mask = build_mask(build, problem, self.memo)
-        q = problem.q.built(build)
-        for scaler in problem.scalers:
-            q = build.to(_scaled(build, q, scaler), build.value(q).dtype)
-        q, problem = _with_positive_scale(build, problem, q)
-        k = (problem.k if grouped else problem.full_k).built(build)
-        v = (problem.v if grouped else problem.full_v).built(build)
-        for scaler in problem.key_scalers:
-            k = build.to(_scaled(build, k, scaler), build.value(k).dtype)
-        for scaler in problem.value_scalers:
-            v = build.to(_scaled(build, v, scaler), build.value(v).dtype)
-        if problem.q.value.device.type == "cpu" or kernel in ("sdpa", "efficient", "row_bias"):
-            q, k, v = (_in_rows(build, each) for each in (q, k, v))
-        correction = None
+        build, mask = self.build, Mask(None)
+        if kernel not in ("short", "row_bias") and (kernel != "flex" or self.problem.structure is None):
+            mask = build_mask(build, self.problem, self.memo)
+        q, k, v = self._operands(kernel, grouped)
+        problem, correction = self.problem, None
         if mask.empty is not None and (mask.blocked or not problem.train):
             q = build.call(torch.where, mask.empty, 0.0, q)
         elif mask.empty is not None:
             hidden = build.call("detach", build.call(torch.where, mask.empty, q, 0.0))
             q = build.call(torch.sub, q, hidden)
-            correction = self._empty_rows_gradient(build, problem, hidden, k, v)
+            correction = self._empty_rows_gradient(hidden, k, v)
         if kernel != "sdpa":
             q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
-        if kernel == "short":
-            result = self._short(build, problem, q, k, v)
-        elif kernel == "flex":
-            result = self._flex(build, problem, q, k, v, mask.node)
-        elif kernel == "row_bias":
-            result = self._row_bias(build, problem, q, k, v)
-        elif kernel == "decode":
-            result = self._decode(build, problem, q, k, v, mask.node)
-        else:
-            if problem.sink is not None:
-                k, v, mask = self._with_sink(build, problem, k, v, mask)
-            result = self._call(build, problem, kernel, q, k, v, mask.node, grouped)
+        result = self._attention(kernel, q, k, v, mask, grouped)
         if correction is not None:
             result = build.call(torch.add, result, correction)
         by_predicate = kernel in ("flex", "row_bias") and problem.structure is not None
@@ -94,24 +75,65 @@ class Emitter:
             result = build.call(torch.where, seen, result, 0.0)
         for scaler in problem.behind:
             result = _scaled(build, result, scaler)
-        self._replace_results(build, problem, result, kept=problem.train and kernel != "short")
+        self._replace_results(result, kept=problem.train and kernel != "short")
 
-    def _replace_results(self, build: Builder, problem: Problem, found: fx.Node, kept: bool) -> None:
+    def _operands(self, kernel: str, grouped: bool) -> list[fx.Node]:
+        """q, k and v with what scales them, in the order in memory that a kernel takes."""
+        build, problem = self.build, self.problem
+        q = self._scaled_operand(problem.q, problem.scalers)
+        q, self.problem = _with_positive_scale(build, problem, q)
+        k, v = problem.k if grouped else problem.full_k, problem.v if grouped else problem.full_v
+        found = [
+            q,
+            self._scaled_operand(k, problem.key_scalers),
+            self._scaled_operand(v, problem.value_scalers),
+        ]
+        if problem.q.value.device.type == "cpu" or kernel in ("sdpa", "efficient", "row_bias"):
+            found = [_in_rows(build, each) for each in found]
+        return found
+
+    def _scaled_operand(self, operand: Operand, scalers: list[Scaler]) -> fx.Node:
+        node = operand.built(self.build)
+        for scaler in scalers:
+            node = self.build.to(_scaled(self.build, node, scaler), self.build.value(node).dtype)
+        return node
+
+    def _attention(
+        self, kernel: str, q: fx.Node, k: fx.Node, v: fx.Node, mask: Mask, grouped: bool
+    ) -> fx.Node:
+        """The call of a kernel, on (batch, heads, queries, dim)."""
+        if kernel == "short":
+            return self._short(q, k, v)
+        if kernel == "flex":
+            return self._flex(q, k, v, mask.node)
+        if kernel == "row_bias":
+            return self._row_bias(q, k, v)
+        if kernel == "decode":
+            return self._decode(q, k, v, mask.node)
+        if self.problem.sink is not None:
+            k, v, mask = self._with_sink(k, v, mask)
+        if kernel == "efficient":
+            return self._efficient(q, k, v, mask.node)
+        return self._sdpa(q, k, v, mask.node, grouped)
+
+    def _replace_results(self, found: fx.Node, kept: bool) -> None:
         """Let parts of what is found, for values side by side, be the results of the products with v.
 
         Args:
             kept: whether the fused operation saves what it returns for its backward.
         """
+        build, problem = self.build, self.problem
         column = 0
         for each in problem.results:
             part, width = found, each.v.shape[-1]
             if len(problem.results) > 1:
                 part = build.call("narrow", found, -1, column, width)
                 column += width
-            self._replaced(build, part, each, kept)
+            self._replaced(part, each, kept)
 
-    def _replaced(self, build: Builder, found: fx.Node, result: Result, kept: bool) -> None:
+    def _replaced(self, found: fx.Node, result: Result, kept: bool) -> None:
         """Let what is on (batch, heads, queries, dim) be the value of a result."""
+        build = self.build
         original = torch_ops.value(result.node)
         if not same_shape(build.value(found).shape, result.shape):
             found = build.call("reshape", found, tuple(result.shape))
@@ -124,8 +146,9 @@ class Emitter:
         found.meta = {**result.node.meta, **{k: v for k, v in found.meta.items() if k != "example_value"}}
         result.node.replace_all_uses_with(found)
 
-    def _short(self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node) -> fx.Node:
+    def _short(self, q: fx.Node, k: fx.Node, v: fx.Node) -> fx.Node:
         """The masks one by one, in the order of the unfused graph: fully masked rows come out as there."""
+        build, problem = self.build, self.problem
         masks, numbers = [], []
         for operand, number, negated in terms.masks(problem):
             mask = operand.built(build)
@@ -135,24 +158,22 @@ class Emitter:
             SHORT_ATTENTION, q, k, v, masks, numbers, float(problem.first_scale), problem.causal
         )  # fmt: skip
 
-    def _decode(
-        self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None
-    ) -> fx.Node:
+    def _decode(self, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None) -> fx.Node:
+        build, problem = self.build, self.problem
         tiles = decode.tiles(decode.shape_of(problem), problem.q.value.device)
         seen = mask_builder.seen_tiles(build, problem, self.memo, mask, build.value(k).shape[1], tiles[0])
         scale, queries = float(problem.first_scale), decode.most_queries(problem)
         return build.call(DECODE_ATTENTION, q, k, v, *seen, scale, problem.causal, queries, tiles)
 
-    def _flex(
-        self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None
-    ) -> fx.Node:
+    def _flex(self, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None) -> fx.Node:
+        build, problem = self.build, self.problem
         sunk = problem.sink is not None
         result, stats = flex.emit(build, problem, self.memo.once, q, k, v, mask, sunk)
         if problem.sink is not None:
             # The sink takes sigmoid(sink - logsumexp) of each row. The rest of the row is not written as
             # sigmoid(logsumexp - sink): that is nearly 1, and what its gradient needs is lost in it.
             assert stats is not None
-            sink = self._sink(build, problem, torch.float32)
+            sink = self._sink(torch.float32)
             taken = build.call(torch.sigmoid, build.call(torch.sub, sink, build.call("unsqueeze", stats, -1)))
             kept = build.call(torch.sub, result, build.call(torch.mul, result, taken))
             return build.to(kept, problem.dtype)
@@ -161,9 +182,10 @@ class Emitter:
             return result
         if config.empty_rows == "ignore":
             return result
-        return self._with_empty_rows(build, problem, structure, q, k, v, result)
+        return self._with_empty_rows(structure, q, k, v, result)
 
-    def _row_bias(self, build: Builder, problem: Problem, q: fx.Node, k: fx.Node, v: fx.Node) -> fx.Node:
+    def _row_bias(self, q: fx.Node, k: fx.Node, v: fx.Node) -> fx.Node:
+        build, problem = self.build, self.problem
         structure = problem.structure
         assert structure is not None
         row = mask_builder.row_of_biases(build, problem, self.memo)
@@ -173,22 +195,22 @@ class Emitter:
         if structure.number is None:
             empty = empty_rows.empty_rows(build, problem, self.memo, structure)
             return build.call(torch.where, empty, 0.0, result)
-        return self._with_empty_rows(build, problem, structure, q, k, v, result)
+        return self._with_empty_rows(structure, q, k, v, result)
 
-    def _sink(self, build: Builder, problem: Problem, dtype: torch.dtype) -> fx.Node:
+    def _sink(self, dtype: torch.dtype) -> fx.Node:
         """The sink on (batch, heads, q or 1, 1)."""
+        build, problem = self.build, self.problem
         assert problem.sink is not None
         operand, factor = problem.sink
         sink = build.to(operand.built(build), dtype)
         return sink if factor == 1.0 else build.call(torch.mul, sink, factor)
 
-    def _with_sink(
-        self, build: Builder, problem: Problem, k: fx.Node, v: fx.Node, mask: Mask
-    ) -> tuple[fx.Node, fx.Node, Mask]:
+    def _with_sink(self, k: fx.Node, v: fx.Node, mask: Mask) -> tuple[fx.Node, fx.Node, Mask]:
         """One more key that is zero, whose column of the mask is the sink, and whose value is zero."""
+        build, problem = self.build, self.problem
         k, v = (build.call(torch.nn.functional.pad, t, (0, 0, 0, 1)) for t in (k, v))
         columns = problem.k.shape[2]
-        sink = build.call("expand", self._sink(build, problem, problem.dtype), (*problem.q.shape[:3], 1))
+        sink = build.call("expand", self._sink(problem.dtype), (*problem.q.shape[:3], 1))
         node = mask.node
         if problem.causal:
             rows = build.call(torch.arange, problem.q.shape[2], device=problem.q.value.device)
@@ -203,10 +225,10 @@ class Emitter:
         return k, v, Mask(build.call(torch.cat, [node, sink], -1), mask.empty, mask.blocked)
 
     def _with_empty_rows(
-        self, build: Builder, problem: Problem, structure: Structure, q: fx.Node, k: fx.Node, v: fx.Node,
-        result: fx.Node,
-    ) -> fx.Node:  # fmt: skip
+        self, structure: Structure, q: fx.Node, k: fx.Node, v: fx.Node, result: fx.Node
+    ) -> fx.Node:
         """Fully masked rows hold the mean of the values, as equal weights give it."""
+        build, problem = self.build, self.problem
         empty = empty_rows.empty_rows(build, problem, self.memo, structure)
         mean = build.call(torch.mean, v, -2, True)
         heads, shared = problem.q.shape[1], build.value(v).shape[1]
@@ -215,15 +237,13 @@ class Emitter:
         if problem.train and not structure.replaced:
             hidden = build.call(torch.where, empty, q, 0.0)
             fixed = build.call("detach", hidden)
-            change = self._empty_rows_gradient(build, problem, fixed, k, v)
+            change = self._empty_rows_gradient(fixed, k, v)
             own = build.call(torch.sub, hidden, fixed)
-            change = build.call(torch.add, change, self._through_query(build, problem, own, k, v))
+            change = build.call(torch.add, change, self._through_query(own, k, v))
             mean = build.call(torch.add, mean, change)
         return build.call(torch.where, empty, mean, result)
 
-    def _empty_rows_gradient(
-        self, build: Builder, problem: Problem, hidden: fx.Node, k: fx.Node, v: fx.Node
-    ) -> fx.Node:
+    def _empty_rows_gradient(self, hidden: fx.Node, k: fx.Node, v: fx.Node) -> fx.Node:
         """Zeros of the result's shape, whose gradient into k is that of the fully masked rows.
 
         With equal weights 1 / n, the result of such a row changes with its scores s by
@@ -234,20 +254,18 @@ class Emitter:
             hidden: the queries of these rows, zeros elsewhere, detached.
             k, v: keys and values with their own heads or with those of q.
         """
-        matrix = self._score_change(build, problem, k, v)
+        build = self.build
+        matrix = self._score_change(k, v)
         zeros = build.call(torch.sub, matrix, build.call("detach", matrix))
-        return self._per_head(build, problem, hidden, zeros)
+        return self._per_head(hidden, zeros)
 
-    def _through_query(
-        self, build: Builder, problem: Problem, own: fx.Node, k: fx.Node, v: fx.Node
-    ) -> fx.Node:
+    def _through_query(self, own: fx.Node, k: fx.Node, v: fx.Node) -> fx.Node:
         """Zeros through which the scores send a gradient to q; `own` is zero, with that of the queries."""
-        return self._per_head(
-            build, problem, own, build.call("detach", self._score_change(build, problem, k, v))
-        )
+        return self._per_head(own, self.build.call("detach", self._score_change(k, v)))
 
-    def _score_change(self, build: Builder, problem: Problem, k: fx.Node, v: fx.Node) -> fx.Node:
-        """By how much the result of a fully masked row changes with its query: scale / n * k^T (v - mean)."""
+    def _score_change(self, k: fx.Node, v: fx.Node) -> fx.Node:
+        """The derivative of the result of a fully masked row by its query: scale / n * k^T (v - mean)."""
+        build, problem = self.build, self.problem
         fixed = build.call("detach", v)
         centred = build.call(torch.sub, fixed, build.call(torch.mean, fixed, -2, True))
         matrix = build.call(torch.matmul, build.call("transpose", k, -2, -1), centred)
@@ -256,8 +274,9 @@ class Emitter:
         share = scale / count if isinstance(count, int) else build.call(operator.truediv, scale, count)
         return build.call(torch.mul, matrix, share)
 
-    def _per_head(self, build: Builder, problem: Problem, rows: fx.Node, matrix: fx.Node) -> fx.Node:
+    def _per_head(self, rows: fx.Node, matrix: fx.Node) -> fx.Node:
         """rows @ matrix, where several heads of the rows may share one of the matrices."""
+        build, problem = self.build, self.problem
         heads, shared = problem.q.shape[1], build.value(matrix).shape[1]
         if known_true(heads == shared):
             return build.call(torch.matmul, rows, matrix)
@@ -266,28 +285,30 @@ class Emitter:
         found = build.call(torch.matmul, rows, matrix)
         return build.call("reshape", found, (batch, heads, length, problem.v.shape[-1]))
 
-    def _call(
-        self, build: Builder, problem: Problem, kernel: str, q: fx.Node, k: fx.Node, v: fx.Node,
-        mask: fx.Node | None, grouped: bool,
-    ) -> fx.Node:  # fmt: skip
-        if kernel == "efficient":
-            # Called by name: SDPA would take another backend. As SDPA does, the rows of the mask are
-            # laid out at multiples of 16.
-            if mask is not None:
-                columns = problem.k.shape[2]
-                if build.value(mask).dtype == torch.bool:
-                    mask = build.call(torch.where, mask, 0.0, -math.inf)
-                mask = build.to(mask, problem.dtype)
-                extra = -columns % 16
-                if not known_true(extra == 0):
-                    padded = build.call(torch.nn.functional.pad, mask, (0, extra))
-                    mask = build.call("narrow", padded, -1, 0, columns)
-                mask = build.call("expand", mask, (*problem.q.shape[:3], columns))
-            node = build.call(
-                torch.ops.aten._scaled_dot_product_efficient_attention.default,
-                q, k, v, mask, problem.train, problem.dropout, problem.causal, scale=problem.scale,
-            )  # fmt: skip
-            return build.call(operator.getitem, node, 0)
+    def _efficient(self, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None) -> fx.Node:
+        """Efficient attention called by name, because SDPA would choose another backend.
+
+        As SDPA does it, the rows of the mask are laid out at multiples of 16.
+        """
+        build, problem = self.build, self.problem
+        if mask is not None:
+            columns = problem.k.shape[2]
+            if build.value(mask).dtype == torch.bool:
+                mask = build.call(torch.where, mask, 0.0, -math.inf)
+            mask = build.to(mask, problem.dtype)
+            extra = -columns % 16
+            if not known_true(extra == 0):
+                padded = build.call(torch.nn.functional.pad, mask, (0, extra))
+                mask = build.call("narrow", padded, -1, 0, columns)
+            mask = build.call("expand", mask, (*problem.q.shape[:3], columns))
+        node = build.call(
+            torch.ops.aten._scaled_dot_product_efficient_attention.default,
+            q, k, v, mask, problem.train, problem.dropout, problem.causal, scale=problem.scale,
+        )  # fmt: skip
+        return build.call(operator.getitem, node, 0)
+
+    def _sdpa(self, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, grouped: bool) -> fx.Node:
+        problem = self.problem
         kwargs: dict[str, Any] = {
             "attn_mask": mask,
             "dropout_p": problem.dropout,
@@ -299,7 +320,7 @@ class Emitter:
             kwargs["enable_gqa"] = True
         shape = (*problem.q.shape[:3], problem.v.shape[-1])
         value = problem.q.value.new_empty(shape, dtype=problem.dtype)
-        return build.given(value, torch._C._nn.scaled_dot_product_attention, q, k, v, **kwargs)
+        return self.build.given(value, torch._C._nn.scaled_dot_product_attention, q, k, v, **kwargs)
 
 
 def erase_chain(graph: fx.Graph, chain: list[fx.Node]) -> None:

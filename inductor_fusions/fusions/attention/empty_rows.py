@@ -43,7 +43,7 @@ def empty_rows(build: Builder, problem: Problem, memo: MaskMemo, structure: Stru
     return memo.once(make, "empty", structure.visible, shape)
 
 
-def check_empty_rows(problem: Problem, by_logsumexp: bool = False) -> None:
+def check_empty_rows(problem: Problem, by_logsumexp: bool) -> None:
     """Leave a site in training to stock if the user wants all gradients of fully masked rows as in stock.
 
     Args:
@@ -63,41 +63,48 @@ def check_empty_rows(problem: Problem, by_logsumexp: bool = False) -> None:
             raise Reason.EMPTY_ROWS.rejected(
                 "the weights of a fully masked row are 1, exp of a large number minus itself", "torch.softmax"
             )
-        lowest = torch.finfo(torch.float16).min if problem.dtype == torch.float16 else EMPTY_BELOW
-        for term in terms:
-            if term.floor is not None and term.floor > lowest:
-                raise Reason.RANGE.rejected(
-                    f"scores are clamped to {term.floor:g}, which is too large: a fully masked row would "
-                    "not be uniform"
-                )
-        shallow = False  # whether scores are filled with a number that does not absorb a bias
-        for term in terms:
-            if term.fill is not None:
-                shallow |= math.isfinite(term.fill) and term.fill > EMPTY_BELOW
-            elif shallow and not may_hide_rows(term.node):
-                raise Reason.RANGE.rejected(
-                    "a bias is added to masked scores, and their fill value is too small to cancel it"
-                )
-        fills = [t.fill for t in terms if t.fill is not None and math.isfinite(t.fill)]
-        if any(f > lowest for f in fills) and any(t.fill is None and _is_shallow(t, lowest) for t in terms):
-            raise Reason.RANGE.rejected(
-                (
-                    "a masked fill and an additive mask may together mask a row fully, and the fill value "
-                    "is too small to cancel the scores"
-                ),
-                "fill with torch.finfo(dtype).min",
-            )
+        half = problem.dtype == torch.float16
+        _check_absorbed(terms, torch.finfo(torch.float16).min if half else EMPTY_BELOW)
     subtracted = [t.node for t in terms if t.fill is None and t.factor < 0 and t.depth is None]
     if problem.train and any(problem.overwritten(node) or may_be_low(node) for node in subtracted):
         raise Reason.RANGE.rejected(
             "a mask that may hold low numbers is subtracted from the scores, which raises keys"
         )
-    if config.empty_rows != "stock" or not problem.train or problem.zeros is not None:
-        return
-    if hides:
+    if config.empty_rows == "stock" and problem.train and problem.zeros is None and hides:
         raise Reason.EMPTY_ROWS.left_to_stock(
             "a row may be fully masked, and INDUCTOR_FUSIONS_EMPTY_ROWS=stock",
             "INDUCTOR_FUSIONS_EMPTY_ROWS=keep fuses, and keeps the values of such rows",
+        )
+
+
+def _check_absorbed(terms: list[Term], lowest: float) -> None:
+    """Refuse fully masked rows whose number does not absorb the scores and biases that are added to it.
+
+    Args:
+        lowest: a number above this one does not absorb scores.
+    """
+    for term in terms:
+        if term.floor is not None and term.floor > lowest:
+            raise Reason.RANGE.rejected(
+                f"scores are clamped to {term.floor:g}, which is too large: a fully masked row would "
+                "not be uniform"
+            )
+    shallow = False  # whether scores are filled with a number that does not absorb a bias
+    for term in terms:
+        if term.fill is not None:
+            shallow |= math.isfinite(term.fill) and term.fill > EMPTY_BELOW
+        elif shallow and not may_hide_rows(term.node):
+            raise Reason.RANGE.rejected(
+                "a bias is added to masked scores, and their fill value is too small to cancel it"
+            )
+    fills = [t.fill for t in terms if t.fill is not None and math.isfinite(t.fill)]
+    if any(f > lowest for f in fills) and any(t.fill is None and _is_shallow(t, lowest) for t in terms):
+        raise Reason.RANGE.rejected(
+            (
+                "a masked fill and an additive mask may together mask a row fully, and the fill value "
+                "is too small to cancel the scores"
+            ),
+            "fill with torch.finfo(dtype).min",
         )
 
 

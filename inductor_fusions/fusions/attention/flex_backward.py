@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ from ..._inductor import flex_backward_op
 from ...block_mm.guards import text
 from ...fusion import Candidate, Fusion, Scope
 from ...graph.inlined import put_in_place
-from ...graph.products import value
+from ...operands import value
 from ...reasons import Reason
 from .aliasing import Mutations
 from .masks import Bool, Interpreter, affine, identity, is_condition, reduce, substitute
@@ -86,6 +87,10 @@ class Arguments:
     options: Any
     score_captured: tuple[Any, ...] = ()
     mask_captured: tuple[Any, ...] = ()
+
+
+#: The fields that hold tensors, one or several; the captured ones are tuples.
+TENSORS = ("q", "k", "v", "out", "lse", "grad_out", "grad_lse", "score_captured", "mask_captured")
 
 
 class FlexBackward(Candidate):
@@ -165,99 +170,118 @@ class FlexBackward(Candidate):
 
     def rewrite(self) -> str:
         given = self.given
-        tensors = [given.q, given.k, given.v, given.out, given.lse, given.grad_out, given.grad_lse]
-        held = [*tensors, *given.score_captured, *given.mask_captured]
-        split = len(tensors), len(tensors) + len(given.score_captured)
-        present = [t for t in held if isinstance(t, fx.Node)]
+        fields = {name: getattr(given, name) for name in TENSORS}
+        present: list[fx.Node] = []
+        fx.node.map_arg(fields, present.append)
 
         def compute(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
             left = iter(values)
-            every: list[Any] = [next(left) if isinstance(t, fx.Node) else t for t in held]
-            arguments: list[Any] = [*every[: split[0]], every[split[0] : split[1]], every[split[1] :]]
-            return self._gradients(*arguments)
+            tensors: Any = fx.node.map_arg(fields, lambda _: next(left))
+            return Products(replace(given, **tensors), self.mods).gradients(self.chunk, self._keys)
 
         put_in_place(self.anchor, compute, present)
         return f"products in chunks of {self.chunk} queries"
 
-    def _gradients(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-        grad_out: torch.Tensor, grad_lse: torch.Tensor | None, scores: list[Any], masks: list[Any],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """dq, dk and dv by the formulas above, with the shapes and the dtype of q, k and v.
 
-        Query heads that share keys are rows of one product.
+class Products:
+    """dq, dk and dv by the formulas above. Query heads that share keys are rows of one product.
+
+    Args:
+        given: what the backward is called with, as tensors.
+        mods: score_mod, its gradient and mask_mod.
+    """
+
+    def __init__(self, given: Arguments, mods: Sequence[Any]) -> None:
+        self.given, (self.forward, self.joint, self.mask) = given, mods
+        k, v = given.k, given.v
+        self.batch, self.heads, self.q_len, self.dim = given.q.shape
+        self.shared, self.kv_len = k.shape[1], k.shape[2]
+        self.groups = self.heads // self.shared
+        self.delta = (given.out.float() * given.grad_out.float()).sum(-1)
+        if given.grad_lse is not None:
+            self.delta = self.delta - given.grad_lse / math.log(2.0)
+        self.lse = torch.where(given.lse == -math.inf, 0.0, given.lse)
+        self.keys, self.values = (
+            t.reshape(self.batch * self.shared, self.kv_len, t.shape[3]) for t in (k, v)
+        )
+        self.owner = self._index(self.batch * self.shared, 0)
+
+    def gradients(
+        self, chunk: int, keys: Callable[[int, int], Interval]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gradients, with the shapes and the dtype of q, k and v.
+
+        Args:
+            chunk: queries at a time.
+            keys: first key, and the one behind the last, that some query from a first to a last one may see.
         """
-        forward, joint, mask = self.mods
-        batch, heads, q_len, dim = q.shape
-        shared, kv_len, width = k.shape[1], k.shape[2], v.shape[3]
-        groups = heads // shared
-
-        def rows(t: torch.Tensor, first: int, last: int) -> torch.Tensor:
-            """Queries of a chunk: (batch * shared, groups * queries, ...)."""
-            part = t[:, :, first:last].reshape(batch, shared, groups, last - first, *t.shape[3:])
-            return part.reshape(batch * shared, groups * (last - first), *t.shape[3:])
-
-        def index(count: int, place: int) -> torch.Tensor:
-            numbers = torch.arange(count, device=q.device, dtype=torch.int32)
-            return numbers.view([-1 if d == place else 1 for d in range(3)])
-
-        delta = (out.float() * grad_out.float()).sum(-1)
-        if grad_lse is not None:
-            delta = delta - grad_lse / math.log(2.0)
-        finite = torch.where(lse == -math.inf, 0.0, lse)
-        keys, values = (t.reshape(batch * shared, kv_len, t.shape[3]) for t in (k, v))
-        owner = index(batch * shared, 0)
+        q, v = self.given.q, self.given.v
         dq: list[torch.Tensor] = []
         parts_of_k: list[tuple[int, int, torch.Tensor]] = []
         parts_of_v: list[tuple[int, int, torch.Tensor]] = []
-        for first in range(0, q_len, self.chunk):
-            last = min(first + self.chunk, q_len)
-            low, high = self._keys(first, last - 1)
+        for first in range(0, self.q_len, chunk):
+            last = min(first + chunk, self.q_len)
+            low, high = keys(first, last - 1)
             if low == high:
                 dq.append(torch.zeros_like(q[:, :, first:last]))
                 continue
-            count = last - first
-            own_q, own_grad = rows(q, first, last), rows(grad_out, first, last)
-            row = index(groups * count, 1)
-            where = (
-                owner // shared,
-                owner % shared * groups + row // count,
-                row % count + first,
-                index(high - low, 2) + low,
-            )
-            raw = torch.bmm(own_q, keys[:, low:high].transpose(1, 2)).float() * self.given.scale
-            seen = mask(*where, *masks)
-            log2 = forward(raw, *where, *scores) * (1 / math.log(2.0))
-            p = torch.where(seen, torch.exp2(log2 - rows(finite, first, last)[..., None]), 0.0)
-            change = torch.bmm(own_grad, values[:, low:high].transpose(1, 2)).float()
-            change = p * (change - rows(delta, first, last)[..., None])
-            change = joint(raw, *where, change, *scores)[0] * self.given.scale
-            change = torch.where(seen, change, 0.0).to(q.dtype)
-            p = p.to(q.dtype)
-            own_dq = torch.bmm(change, keys[:, low:high])
-            dq.append(own_dq.view(batch, heads, count, dim))
-            parts_of_k.append((low, high, torch.bmm(change.transpose(1, 2), own_q)))
-            parts_of_v.append((low, high, torch.bmm(p.transpose(1, 2), own_grad)))
-        dk = self._total(parts_of_k, (batch * shared, kv_len, dim), q.device)
-        dv = self._total(parts_of_v, (batch * shared, kv_len, width), q.device)
-        dk, dv = (t.view(batch, shared, kv_len, -1).to(q.dtype) for t in (dk, dv))
+            own_dq, own_dk, own_dv = self._of_chunk((first, last), (low, high))
+            dq.append(own_dq)
+            parts_of_k.append((low, high, own_dk))
+            parts_of_v.append((low, high, own_dv))
+        dk, dv = self._total(parts_of_k, self.dim), self._total(parts_of_v, v.shape[3])
+        dk, dv = (t.view(self.batch, self.shared, self.kv_len, -1).to(q.dtype) for t in (dk, dv))
         return torch.cat(dq, 2), dk, dv
 
-    def _total(
-        self, parts: list[tuple[int, int, torch.Tensor]], shape: tuple[int, int, int], device: torch.device
-    ) -> torch.Tensor:
-        """The sum of what the chunks give to each key, in float32.
+    def _of_chunk(self, queries: Interval, keys: Interval) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What queries and keys, each from a first one to one behind the last, give to dq, dk and dv."""
+        given, (first, last), (low, high) = self.given, queries, keys
+        count, scale = last - first, given.scale
+        q, grad_out = self._rows(given.q, queries), self._rows(given.grad_out, queries)
+        k, v = self.keys[:, low:high], self.values[:, low:high]
+        row = self._index(self.groups * count, 1)
+        where = (
+            self.owner // self.shared,
+            self.owner % self.shared * self.groups + row // count,
+            row % count + first,
+            self._index(high - low, 2) + low,
+        )
+        scores = torch.bmm(q, k.transpose(1, 2)).float() * scale
+        seen = self.mask(*where, *given.mask_captured)
+        log2 = self.forward(scores, *where, *given.score_captured) * (1 / math.log(2.0))
+        p = torch.where(seen, torch.exp2(log2 - self._rows(self.lse, queries)[..., None]), 0.0)
+        dp = torch.bmm(grad_out, v.transpose(1, 2)).float()
+        dt = p * (dp - self._rows(self.delta, queries)[..., None])
+        ds = self.joint(scores, *where, dt, *given.score_captured)[0] * scale
+        ds, p = torch.where(seen, ds, 0.0).to(q.dtype), p.to(q.dtype)
+        dq = torch.bmm(ds, k).view(self.batch, self.heads, count, self.dim)
+        return dq, torch.bmm(ds.transpose(1, 2), q), torch.bmm(p.transpose(1, 2), grad_out)
+
+    def _rows(self, t: torch.Tensor, queries: Interval) -> torch.Tensor:
+        """The queries of a chunk as (batch * shared, groups * queries, ...)."""
+        first, last = queries
+        shape = (self.batch * self.shared, self.groups * (last - first), *t.shape[3:])
+        return t[:, :, first:last].reshape(shape)
+
+    def _index(self, count: int, place: int) -> torch.Tensor:
+        """0, 1, ... along one of three dims."""
+        numbers = torch.arange(count, device=self.given.q.device, dtype=torch.int32)
+        return numbers.view([-1 if d == place else 1 for d in range(3)])
+
+    def _total(self, parts: list[tuple[int, int, torch.Tensor]], size: int) -> torch.Tensor:
+        """The sum of what the chunks give to each key: (batch * shared, keys, size), in float32.
 
         Args:
-            parts: first key, the one behind the last, and what they get: (batch * shared, keys, size).
+            parts: first key, the one behind the last, and what they get.
         """
-        edges = sorted({0, shape[1], *(low for low, _, _ in parts), *(high for _, high, _ in parts)})
+        edges = sorted({0, self.kv_len, *(low for low, _, _ in parts), *(high for _, high, _ in parts)})
         found = []
         for first, last in itertools.pairwise(edges):
             within = [(low, t) for low, high, t in parts if low <= first and last <= high]
             total = sum(t[:, first - low : last - low].float() for low, t in within)
             if not isinstance(total, torch.Tensor):  # keys that no query sees
-                total = torch.zeros((shape[0], last - first, shape[2]), device=device)
+                shape = (self.batch * self.shared, last - first, size)
+                total = torch.zeros(shape, device=self.given.q.device)
             found.append(total)
         return torch.cat(found, 1)
 

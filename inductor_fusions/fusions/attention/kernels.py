@@ -60,7 +60,7 @@ def choose(given: Problem, call: Call | None = None) -> KernelChoice:
     """The kernel of an attention: the one that is asked for where it takes it, else the fastest.
 
     Args:
-        call: that of SDPA; None for an attention that is spelled out.
+        call: that of SDPA; None for a hand-written attention.
 
     Raises:
         LeftToStock: no fused kernel takes it, or stock is the fastest that is known.
@@ -69,12 +69,7 @@ def choose(given: Problem, call: Call | None = None) -> KernelChoice:
     if call is not None and modes.is_restricted():
         return _restricted(given, call)
     asked, problem = config.attention_kernel, _without_limited_structure(given)
-    few_queries = hint(problem.q.shape[2]) < hint(problem.q.shape[3])
-    copied = problem.key_scalers or problem.value_scalers or len(problem.results) > 1
-    if copied and few_queries and config.policy != "always":
-        raise Reason.NOT_FASTER.left_to_stock(
-            "few queries, for which keys or values would be written to memory once more"
-        )
+    _check_copies(problem)
     unable = flex.takes(problem)
     if problem.stages and unable:
         function = problem.stages[-1][0].function
@@ -102,8 +97,21 @@ def choose(given: Problem, call: Call | None = None) -> KernelChoice:
     if call is not None:
         return _of_call(given, problem, call, skipping if flexible else [])
     fits = ("flex",) if problem.stages else (*available(problem), *skipping)
-    if small is not None and asked == "auto":
-        fits += ("short",)
+    return _of_hand_written(problem, (*fits, "short") if takes["short"] and asked == "auto" else fits)
+
+
+def _check_copies(problem: Problem) -> None:
+    """Leave few queries to stock if keys or values would be written to memory once more for them."""
+    few_queries = hint(problem.q.shape[2]) < hint(problem.q.shape[3])
+    copied = problem.key_scalers or problem.value_scalers or len(problem.results) > 1
+    if copied and few_queries and config.policy != "always":
+        raise Reason.NOT_FASTER.left_to_stock(
+            "few queries, for which keys or values would be written to memory once more"
+        )
+
+
+def _of_hand_written(problem: Problem, fits: tuple[str, ...]) -> KernelChoice:
+    """The kernel for a hand-written attention if none is configured; `fits` are those that take it."""
     if problem.rounded_bias is not None and not fits:
         raise Reason.NO_KERNEL.rejected(_why_math(problem), "give the bias the dtype of q")
     if config.policy == "always":

@@ -35,7 +35,8 @@ from .structure import EMPTY_BELOW, MASK_FILL
 
 T = TypeVar("T")
 
-#: A row whose highest bias is below this is shifted by it: a softmax does not see that, rounding does.
+#: The highest bias of a row is subtracted from the row if it is below this: a softmax cancels the shift, and
+#: smaller numbers have more digits.
 SHIFT_BELOW = -100.0
 
 

@@ -23,7 +23,7 @@ from .operands import Operand
 Terms = list[tuple[Term, Operand]]
 
 
-def taken_apart(terms: Terms, interpreter: Interpreter, operand: Callable[[Term], Operand]) -> Terms:
+def separated(terms: Terms, interpreter: Interpreter, operand: Callable[[Term], Operand]) -> Terms:
     """Terms of which each that holds a bias and a mask is two or more, whose sum it is.
 
     Args:

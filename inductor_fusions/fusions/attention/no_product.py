@@ -19,7 +19,7 @@ OUTSIDE = Reason.NO_PRODUCT(
 )
 #: How far a product is looked for, in nodes.
 REACH = 64
-#: Scores are not looked for beyond these: what is made of weights or tokens is none.
+#: The search for a product ends at these: their results are weights or tokens, not scores.
 _ENDS = frozenset("softmax _softmax scaled_dot_product_attention layer_norm rms_norm group_norm".split())
 
 

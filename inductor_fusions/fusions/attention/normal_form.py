@@ -65,11 +65,11 @@ class Below:
     scalers: tuple[tuple[str, Any, tuple[Any, ...]], ...] = ()
 
     def times(self, number: float) -> Below:
-        """The same for scores that a number multiplies first."""
+        """The normal form of scores that a number multiplies first."""
         return replace(self, factor=self.factor * number)
 
     def scaled(self, name: str, by: Term) -> Below:
-        """The same for scores that a tensor multiplies ("mul") or divides ("div") first."""
+        """The normal form of scores that a tensor multiplies ("mul") or divides ("div") first."""
         return replace(self, scalers=(*self.scalers, (name, by.node, by.lead)))
 
 
@@ -153,7 +153,7 @@ class Attention:
         sink: a logit of each row that takes weight and has no value.
         below_sink: number of terms that are applied before the sink is there.
         zeroed: a fill of the weights with 0, after the softmax.
-        keeps_nan: whether that is a product with 0, which is NaN where a row sees no key.
+        keeps_nan: whether that is a product with 0, which is NaN for a fully masked row.
         drops_nan: whether weights that are NaN are set to 0.
         by_logsumexp: whether the weights are exp(s - logsumexp(s)), which are 1 in rows of a large number.
         renormalised: whether the weights are divided by their sum after that: 1, or 0 and a small number.

@@ -7,6 +7,7 @@ graph only when it is built.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import known_true
+from ..._inductor import hint, known_true
 from ...graph import torch_ops
 from ...graph.builder import Builder
 from ...graph.dims import permutation
@@ -76,6 +77,11 @@ class Operand(torch_ops.Seen):
     def shape(self) -> torch.Size:
         return self.value.shape
 
+    @property
+    def numel(self) -> int:
+        """How many elements there are, a symbolic size counted as in the first call."""
+        return math.prod(hint(size) for size in self.shape)
+
     def beside(self, others: Sequence[Operand]) -> Operand:
         """This and others beside each other in the last dim, leading dims of size 1 expanded as needed.
 
@@ -103,7 +109,7 @@ class Operand(torch_ops.Seen):
         return self if self.value.dtype == dtype else self.then("to", dtype)
 
     def padded(self, rank: int) -> Operand:
-        """With dims of size 1 in front, up to `rank` dims."""
+        """The operand with dims of size 1 in front, up to `rank` dims."""
         missing = rank - self.value.dim()
         return self if missing <= 0 else self.then("reshape", (*([1] * missing), *self.shape))
 

@@ -33,9 +33,9 @@ MERGED = Reason.IN_BETWEEN(
 )
 
 
-def downwards(
-    site: Attention, interpreter: Interpreter, at: Arrangement,
-    beside: Collection[fx.Node] = (), merged: bool = False, dropped: bool = False,
+def read_epilogue(
+    site: Attention, interpreter: Interpreter, at: Arrangement, *,
+    beside: Collection[fx.Node], merged: bool, dropped: bool,
 ) -> None:  # fmt: skip
     """Read from the softmax down to the product with the values, into `site`.
 
@@ -45,82 +45,136 @@ def downwards(
         merged: whether the queries count as leading dims, the last of them at the product.
         dropped: whether the weights have no column for a sink.
     """
-    node, beside, number = site.softmax, {*beside}, interpreter.number
-    while True:
-        read_by = [reader for reader in readers(node) if reader not in beside]
-        users = [u for u in read_by if not reads_metadata(u, node)]
-        site.readers.extend(u for u in read_by if reads_metadata(u, node))
-        if any(map(_is_difference, users)):
-            raise Rejected(
-                _DIFFERENCE, "subtract the results of two attentions, if their rounding is acceptable"
-            )
-        assigned = _assigned(node, users, number, at)
-        if assigned is not None:
-            _set_to_zero(site, narrowed(assigned, interpreter))
-            site.chain.append(users[0])
-            beside.add(users[0])
-            continue
-        again = _normalised(node, users, at)
-        if again is not None:
-            division, more, bounded = again
-            _check_sum(site, bounded)
-            if more:
-                site.behind.append(("div", 1.0 + more, site.softmax_lead))
-            site.renormalised = True
-            site.chain += users  # the division is the last of them
-            node = division
-            continue
-        ops = [read(user) for user in users]
-        if not users or (len(users) > 1 and any(op is None or op.name not in PRODUCTS for op in ops)):
-            raise several(users)
-        user, op = users[0], ops[0]
-        if op is None:
-            raise Reason.WEIGHTS.rejected("the attention weights are returned")
-        if op.name in PRODUCTS:
-            break
-        if op.inplace and op.name not in ("dropout", "masked_fill"):
-            raise Reason.OVERWRITTEN.rejected(f"{op.name}_ overwrites the attention weights")
-        scaler = _scaler(op, node, at, interpreter)
-        zeroed = _zeroed(op, node, number, at) if scaler is None else None
-        if scaler is None and zeroed is None and (site.sink is None or dropped):
-            scaler = _scaler(op, node, at, interpreter, by_keys=True)
-        if scaler is not None:
-            site.behind.append(scaler)
-        elif zeroed is not None:
-            _set_to_zero(site, narrowed(zeroed, interpreter), keeps_nan=op.name == "mul")
-        if scaler is not None or zeroed is not None:
-            site.chain.append(user)
-            node = user
-            continue
-        if op.input is not node:
-            raise _between(op, node)
-        drops = site.sink is not None and not dropped and at.columns == (len(at.order) - 1,)
-        rest = _without_column(op, site.sink.first) if drops and site.sink is not None else None
-        if rest is not None:
-            dropped = True
-            site.chain += [*user.users, user] if rest is not user else [user]
-            node = rest
-            continue
-        at = _passed(site, op, node, number, at)
-        site.chain.append(user)
-        node = user
-    if site.sink is not None and not dropped:
+    walk = _Walk(site, interpreter, at, beside, dropped)
+    first, *others = walk.to_products()
+    if site.sink is not None and not walk.dropped:
         raise Reason.SINK.rejected(
             "the column that is concatenated to the scores is not dropped after the softmax"
         )
     if merged and (site.behind or site.zeroed):
         raise Rejected(MERGED)
-    at = at.split() if merged else at
-    site.results = [_result(op, node, at)]
-    for other in users[1:]:
-        also = read(other)
-        assert also is not None
+    at = walk.at.split() if merged else walk.at
+    site.results = [_result(first, walk.node, at)]
+    for other in others:
         with contextlib.suppress(Rejected):
-            result = _result(also, node, at)
+            result = _result(other, walk.node, at)
             if _alike(site.results[0], result):
                 site.results.append(result)
                 continue
-        raise Reason.WEIGHTS.rejected(f"the attention weights are {read_by_other(other)}")
+        raise Reason.WEIGHTS.rejected(f"the attention weights are {read_by_other(other.node)}")
+
+
+class _Walk:
+    """Walks from the softmax down to the products, an operation at a time, and reads each into `site`.
+
+    Attributes:
+        node: the weights, as far as they are read.
+        at: what their dims are.
+        beside: nodes that read the weights and are read already.
+        dropped: whether the weights have no column for a sink.
+    """
+
+    def __init__(
+        self, site: Attention, interpreter: Interpreter, at: Arrangement,
+        beside: Collection[fx.Node], dropped: bool,
+    ) -> None:  # fmt: skip
+        self.site, self.interpreter, self.number = site, interpreter, interpreter.number
+        self.node, self.at, self.beside, self.dropped = site.softmax, at, {*beside}, dropped
+
+    def to_products(self) -> list[Op]:
+        """Walk down to the products with values; returns them."""
+        while True:
+            users = self._users()
+            if self._assigned(users) or self._normalised(users):
+                continue
+            ops = [op for op in map(read, users) if op is not None]
+            if ops and len(ops) == len(users) and all(op.name in PRODUCTS for op in ops):
+                return ops
+            if len(users) != 1:
+                raise several(users)
+            if not ops:
+                raise Reason.WEIGHTS.rejected("the attention weights are returned")
+            self._step(ops[0])
+
+    def _users(self) -> list[fx.Node]:
+        """What reads the values of the weights; what reads their shape alone is noted."""
+        read_by = [reader for reader in readers(self.node) if reader not in self.beside]
+        users = [u for u in read_by if not reads_metadata(u, self.node)]
+        self.site.readers.extend(u for u in read_by if reads_metadata(u, self.node))
+        if any(map(_is_difference, users)):
+            raise Rejected(
+                _DIFFERENCE, "subtract the results of two attentions, if their rounding is acceptable"
+            )
+        return users
+
+    def _assigned(self, users: list[fx.Node]) -> bool:
+        """Read `weights[condition] = 0` in front of the only other reader as a fill."""
+        masked = assigned_to(users[0], self.node) if len(users) == 2 else None
+        if masked is None or self.number(masked[1]) != 0.0:
+            return False
+        shape = value(self.node).shape
+        self._set_to_zero(Term(self.at.seen(masked[0], shape), self.at.sizes(shape), fill=0.0))
+        self.site.chain.append(users[0])
+        self.beside.add(users[0])
+        return True
+
+    def _normalised(self, users: list[fx.Node]) -> bool:
+        """Read a division by the sum over the keys."""
+        site, again = self.site, _normalised(self.node, users, self.at)
+        if again is None:
+            return False
+        division, more, bounded = again
+        _check_sum(site, bounded)
+        if more:
+            site.behind.append(("div", 1.0 + more, site.softmax_lead))
+        site.renormalised = True
+        site.chain += users  # the division is the last of them
+        self.node = division
+        return True
+
+    def _step(self, op: Op) -> None:
+        """Read the only operation on the weights."""
+        site, node, at = self.site, self.node, self.at
+        if op.inplace and op.name not in ("dropout", "masked_fill"):
+            raise Reason.OVERWRITTEN.rejected(f"{op.name}_ overwrites the attention weights")
+        scaler = _scaler(op, node, at, self.interpreter)
+        zeroed = _zeroed(op, node, self.number, at) if scaler is None else None
+        if scaler is None and zeroed is None and (site.sink is None or self.dropped):
+            scaler = _scaler(op, node, at, self.interpreter, by_keys=True)
+        if scaler is not None:
+            site.behind.append(scaler)
+        elif zeroed is not None:
+            self._set_to_zero(zeroed, keeps_nan=op.name == "mul")
+        elif op.input is not node:
+            raise _between(op, node)
+        elif (rest := self._without_column(op)) is not None:
+            self.dropped = True
+            site.chain += [*op.node.users] if rest is not op.node else []
+            site.chain.append(op.node)
+            self.node = rest
+            return
+        else:
+            self.at = _passed(site, op, node, self.number, at)
+        site.chain.append(op.node)
+        self.node = op.node
+
+    def _without_column(self, op: Op) -> fx.Node | None:
+        """The weights without the column of the sink, where an operation drops it."""
+        sink, at = self.site.sink, self.at
+        if sink is None or self.dropped or at.columns != (len(at.order) - 1,):
+            return None
+        return _without_column(op, sink.first)
+
+    def _set_to_zero(self, zeroed: Term, keeps_nan: bool = False) -> None:
+        """Read what sets weights to 0: whole rows, or keys."""
+        site, zeroed = self.site, narrowed(zeroed, self.interpreter)
+        mask = tensor(zeroed.node)
+        if mask is not None and known_true([1, *mask.shape][-1] == 1):
+            site.behind.append(zeroed.as_scaler())
+        elif site.zeroed is not None:
+            raise Reason.MASK.rejected("weights are set to 0 twice after the softmax")
+        else:
+            site.zeroed, site.keeps_nan = zeroed, keeps_nan
 
 
 def _result(op: Op, node: fx.Node, at: Arrangement) -> Result:
@@ -144,17 +198,6 @@ def _alike(first: Result, second: Result) -> bool:
     one, other = value(first.node), value(second.node)
     same = one.dtype == other.dtype and one.requires_grad == other.requires_grad
     return same and first.v.value.dtype == second.v.value.dtype and same_shape(first.lead, second.lead)
-
-
-def _assigned(
-    node: fx.Node, users: list[fx.Node], number: Callable[[Any], float | None], at: Arrangement
-) -> Term | None:
-    """`weights[condition] = 0`, in front of the only other reader, as a fill; or None."""
-    masked = assigned_to(users[0], node) if len(users) == 2 else None
-    if masked is None or number(masked[1]) != 0.0:
-        return None
-    shape = value(node).shape
-    return Term(at.seen(masked[0], shape), at.sizes(shape), fill=0.0)
 
 
 def _passed(
@@ -187,17 +230,6 @@ def _passed(
     elif op.name not in torch_ops.COPIES:
         raise _between(op, node)
     return at
-
-
-def _set_to_zero(site: Attention, zeroed: Term, keeps_nan: bool = False) -> None:
-    """Read what sets weights to 0 into `site`: whole rows, or keys."""
-    mask = tensor(zeroed.node)
-    if mask is not None and known_true([1, *mask.shape][-1] == 1):
-        site.behind.append(zeroed.as_scaler())
-    elif site.zeroed is not None:
-        raise Reason.MASK.rejected("weights are set to 0 twice after the softmax")
-    else:
-        site.zeroed, site.keeps_nan = zeroed, keeps_nan
 
 
 def _normalised(node: fx.Node, users: list[fx.Node], at: Arrangement) -> tuple[fx.Node, float, bool] | None:
@@ -237,7 +269,7 @@ def _check_sum(site: Attention, bounded: bool) -> None:
         )
 
 
-#: What makes no weights of weights.
+#: Operations on weights whose results are no weights.
 _RESULTS = PRODUCTS | {"sum"}
 _DIFFERENCE = Reason.IN_BETWEEN(
     "the weights of two softmaxes are subtracted or added (differential attention): fused, both results "

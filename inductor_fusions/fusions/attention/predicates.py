@@ -117,7 +117,7 @@ def _loader(build: Builder) -> Callable[[fx.Node, list[Any]], Any]:
 
 @dataclass(frozen=True)
 class Blocks:
-    """For each block of queries and keys, as boolean tensors (batch or 1, 1, q_blocks, kv_blocks).
+    """Facts of each block of queries and keys, as boolean tensors (batch or 1, 1, q_blocks, kv_blocks).
 
     Attributes:
         some: whether any pair may be visible; False is certain.

@@ -1,4 +1,4 @@
-"""The problem that all attention kernels take, in 4-D tensors. `posing` builds it."""
+"""The problem that all attention kernels take, in 4-D tensors. `canonical` builds it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Problem:
         sink: a logit of each row, on (batch, heads, q or 1, 1), and what it is multiplied by.
         structure: the mask as a predicate, where all of it is one.
         output: the node whose users read the result.
-        zeros: the boolean mask whose rows without a key are zero, and whether it hides where it is true: that
+        zeros: the boolean mask whose fully masked rows are zero, and whether it hides where it is true: that
             of a user's SDPA call, or where the weights are set to 0 after the softmax.
         overwritten: whether anything writes to the memory of a node, so that its value cannot be read anew.
         version: what has last written to the memory of a node before another one reads it: where that is the

@@ -24,12 +24,12 @@ from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, VIEWS, read, ten
 from ...operands import same_shape
 from ...reasons import Reason
 from .arrangement import NOT_OVER_KEYS, OWN_VALUES, Arrangement, Misplaced
+from .logsumexp_sink import logsumexp_of, read_sink
 from .masks import Interpreter
 from .normal_form import Attention, Below, Sink, Term
 from .operands import Operand, product
-from .output import MERGED, downwards
-from .rescaled import logsumexp_of, read_sink
-from .scores import Upwards
+from .output import MERGED, read_epilogue
+from .scores import ScoreReader
 from .written_out import SOFTMAXES, Softmax, divided, softmax_at, weights_of
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ _BETWEEN = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
     "conv1d", "conv2d", "conv3d", "cat", "stack", "pad", "scatter", "topk", "max", "select", "native_dropout",
 }  # fmt: skip
 
-#: What takes single weights, of which each multiplies a value of its own in a loop.
+#: Operations that take single weights, each of which multiplies a value of its own in a loop.
 _PARTS = frozenset("getitem select unbind split split_with_sizes chunk topk max".split())
 _LOGARITHMS = frozenset("log log2 log1p log_softmax log_sigmoid".split())
 
-#: What may stand between scores that two softmaxes read and either of them.
+#: Operations that may be between scores and one of two softmaxes that read them.
 _OF_SCORES = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
     "getattr", "mul", "div", "add", "sub", "masked_fill", "where",
 }  # fmt: skip
@@ -69,7 +69,7 @@ def _may_reach_product(weights: fx.Node) -> bool:
 
 
 def reaches_product(
-    start: fx.Node, outside: Callable[[fx.Node], Sequence[fx.Node]] = lambda node: (), limit: int = 64
+    start: fx.Node, outside: Callable[[fx.Node], Sequence[fx.Node]] = lambda node: ()
 ) -> bool:
     """Whether weights may reach a product, or are exponentials that are divided behind it.
 
@@ -80,7 +80,7 @@ def reaches_product(
     if made is not None and made.name not in SOFTMAXES and _is_of_products(made.input):
         return True
     frontier, seen, parts = [start], {start}, set[fx.Node]()
-    while frontier and len(seen) < limit:
+    while frontier and len(seen) < 64:
         node = frontier.pop()
         for user in readers(node):
             op = read(user)
@@ -194,7 +194,7 @@ def recognise(softmax: fx.Node, interpreter: Interpreter, beside: Collection[fx.
 
 
 def _arrangements(rank: int, columns: int) -> Iterator[Arrangement]:
-    """Each dim as that of the queries, the nearest of the dim of the keys first; then none: one query."""
+    """Arrangements with each dim as that of the queries, the nearest to the keys first; then with none."""
     others = [d for d in range(rank) if d != columns]
     for rows in sorted(others, key=lambda d: (abs(d - columns), d)):
         yield Arrangement.of(rank, rows, columns)
@@ -229,19 +229,19 @@ def _read(
     softmax, weights = written.weights, tensor(written.weights)
     assert weights is not None
     logsumexp = logsumexp_of(written.scores) if at.is_plain and not written.inside else None
-    upwards = Upwards(interpreter, logsumexp, merged)
-    upwards.beside.update(written.inside)
-    upwards.shifts_cancel &= written.sink is None
-    site = upwards.walk(written.scores, written.reader, Below(at, written.factor))
-    written.check(upwards.maxima)
-    site = replace(site, softmax=softmax, softmax_lead=at.sizes(weights.shape), readers=upwards.readers)
+    above = ScoreReader(interpreter, logsumexp, merged)
+    above.beside.update(written.inside)
+    above.shifts_cancel &= written.sink is None
+    site = above.walk(written.scores, written.reader, Below(at, written.factor))
+    written.check(above.maxima)
+    site = replace(site, softmax=softmax, softmax_lead=at.sizes(weights.shape), readers=above.readers)
     site.by_logsumexp = written.by_logsumexp
     if merged:
         _take_apart(site)
         if written.sink is not None:
             raise Rejected(MERGED)
     site.chain.append(softmax)
-    site.chain.extend(upwards.beside)
+    site.chain.extend(above.beside)
     if site.sink is not None and len(site.terms) > site.below_sink:
         raise Reason.SINK.rejected("a mask or a bias is also added to the attention sink")
     if written.sink is not None:
@@ -249,18 +249,33 @@ def _read(
             raise Reason.SINK.rejected("the attention has two sinks")
         column = site.q.then("new_full", (1,) * weights.dim(), written.sink)
         site.sink, site.below_sink = Sink(Term(column, site.softmax_lead), first=False), len(site.terms)
-    downwards(site, interpreter, at, beside=written.inside, merged=merged, dropped=written.sink is not None)
-    if upwards.chooses:
+    read_epilogue(
+        site, interpreter, at, beside=written.inside, merged=merged, dropped=written.sink is not None
+    )
+    if above.chooses:
         raise Rejected(OWN_VALUES)
     if written.division is not None:
         divided(site, written.division, written.inside)
     if logsumexp is not None:
         read_sink(site, logsumexp)
-    for reader in upwards.others:
+    site.partners += _partners(above, softmax, interpreter, beside)
+    return site
+
+
+def _partners(
+    above: ScoreReader, softmax: fx.Node, interpreter: Interpreter, beside: Collection[fx.Node]
+) -> list[fx.Node]:
+    """Softmaxes of other attentions that also read the scores.
+
+    Raises:
+        Rejected: something else reads them.
+    """
+    found: list[fx.Node] = []
+    for reader in above.others:
         partner = _softmax_behind(reader)
         elsewhere = Reason.USED_ELSEWHERE(f"the scores are also used by {reader.name}")
-        if upwards.writes_by_view is not None:
-            elsewhere = Reason.OVERWRITTEN(f"{upwards.writes_by_view.name} overwrites the scores")
+        if above.writes_by_view is not None:
+            elsewhere = Reason.OVERWRITTEN(f"{above.writes_by_view.name} overwrites the scores")
         if partner is None or partner is softmax:
             raise Rejected(elsewhere)
         if partner not in beside:
@@ -268,8 +283,8 @@ def _read(
                 recognise(partner, interpreter, (*beside, softmax))
             except Rejected:
                 raise Rejected(elsewhere) from None
-            site.partners.append(partner)
-    return site
+            found.append(partner)
+    return found
 
 
 def _take_apart(site: Attention) -> None:

@@ -10,7 +10,6 @@ from torch import fx
 
 from ..._inductor import hint
 from ...graph import torch_ops
-from .operands import Operand
 from .problem import Problem
 
 
@@ -29,7 +28,7 @@ def of_sdpa_call(problem: Problem, mask: Any) -> dict[str, int]:
     gone = torch_ops.tensor(mask) if problem.attn_mask is None else None
     saved = _bytes(gone) if gone is not None else 0
     for few, full in ((problem.k, problem.full_k), (problem.v, problem.full_v)):
-        saved += 2 * (_size(full) - _size(few)) * problem.dtype.itemsize
+        saved += 2 * (full.numel - few.numel) * problem.dtype.itemsize
     return {"bytes": saved, "flops": _hidden_flops(problem) if gone is not None else 0}
 
 
@@ -39,10 +38,6 @@ def _hidden_flops(problem: Problem) -> int:
         return 0
     batch, heads, rows, dim = (hint(size) for size in problem.q.shape)
     return batch * heads * rows * hint(problem.k.shape[2]) * (dim + hint(problem.v.shape[3]))
-
-
-def _size(operand: Operand) -> int:
-    return prod(hint(size) for size in operand.shape)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

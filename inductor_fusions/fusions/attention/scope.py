@@ -25,6 +25,7 @@ from . import emit
 from .aliasing import Mutations
 from .mask_builder import MaskMemo
 from .masks import Interpreter
+from .problem import Problem
 
 #: Higher-order operations whose body sees its operands as placeholders, and where the operands start.
 BODIES = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2, "wrap": 1, "wrap_activation_checkpoint": 1}
@@ -100,9 +101,9 @@ class Scope(fusion.Scope):
         yield settled
         self.outputs = settled.outputs
 
-    def emitter(self, site: fx.Node) -> emit.Emitter:
+    def emitter(self, problem: Problem, output: fx.Node) -> emit.Emitter:
         """The emitter of the fused form of a site."""
-        return emit.Emitter(MaskMemo(self.masks, self.modes.at(site)), self.changed)
+        return emit.Emitter(problem, output, MaskMemo(self.masks, self.modes.at(output)), self.changed)
 
     def keep(self, known: Collection[fx.Node], by_eager: Collection[object]) -> None:
         """Copy what the operations among new nodes keep for the backward, where it may change behind them.

@@ -27,13 +27,13 @@ from .walk import Walk, result_of
 
 #: Reductions of scores that may be subtracted from them.
 _OF_ROWS = ("amax", "max", "amin", "min", "mean", "logsumexp")
-#: Those of them that masked scores make so low that the difference absorbs the others.
+#: Reductions that a masked score makes so low that, subtracted, they absorb the other scores.
 _LOW = frozenset({"amin", "min", "mean"})
 #: A backward computes weights anew from the logsumexp, which must not lose the digits of the scores.
 LARGEST_SCORE = 1e3
 
 
-class Upwards(Walk):
+class ScoreReader(Walk):
     """Reads the scores from the softmax up to the product of q and k."""
 
     def _neg(self, op: Op, below: Below) -> Attention:

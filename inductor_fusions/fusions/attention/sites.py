@@ -20,12 +20,12 @@ from ...graph import torch_ops
 from ...operands import check_kind, text
 from ...reasons import Reason
 from . import emit, kernels, savings, structure
+from .canonical import canonicalise, own_heads
 from .decode import plan as decode
 from .empty_rows import check_empty_rows
 from .masks import may_hide_rows
 from .normal_form import Attention, Result, Term
 from .operands import Operand
-from .posing import few_heads, pose
 from .problem import Problem, check_not_empty, check_sizes, same_problem_shapes
 from .recognise import reaches_product, recognise
 from .remembered import remembered, storage_of
@@ -51,7 +51,7 @@ def hand_written(scope: Scope, weights: fx.Node | None) -> Candidate | None:
 
 
 class HandWritten(Candidate):
-    """An attention spelled out around a softmax.
+    """A hand-written attention around a softmax.
 
     Args:
         beside: other softmaxes on the same scores, which are asked about already.
@@ -91,7 +91,7 @@ class HandWritten(Candidate):
                         f"{node.name} is overwritten before the attention reads it"
                     )
             with self.scope.interpreter.reading(site.output):
-                problem = pose(site, self.scope.interpreter)
+                problem = canonicalise(site, self.scope.interpreter)
             check_sizes(problem)
             if not same_problem_shapes(problem):
                 raise Reason.SHAPES.rejected("the shapes of q, k and v do not match")
@@ -176,27 +176,18 @@ class SdpaCall(Candidate):
         state = self.scope.modes.at(self.anchor)
         with suppress_guards(self.scope.fake_mode), modes.asking(state), torch.no_grad():
             with self.scope.interpreter.reading(self.anchor):
-                problem = self._pose()
+                problem = self._problem()
             check_sizes(problem)
             self.choice = kernels.choose(problem, self.call)
         check_sizes(problem)  # what held above becomes guards
 
-    def _pose(self) -> Problem:
+    def _problem(self) -> Problem:
         op = torch_ops.read(self.anchor)
         assert op is not None
-        given = (op[name] for name in ("query", "key", "value"))
-        q, k, v = (Operand.of(node) if isinstance(node, fx.Node) else None for node in given)
         out = torch_ops.tensor(self.anchor)
-        if q is None or k is None or v is None or out is None:
-            raise Reason.NOT_A_TENSOR.rejected("an argument of scaled_dot_product_attention is not a tensor")
-        if q.value.dim() != 4 or k.value.dim() != 4 or v.value.dim() != 4:
-            raise Reason.NO_KERNEL.left_to_stock("the operands of scaled_dot_product_attention are not 4-D")
-        for own in (k.shape, v.shape):
-            fit = [known_true(own[d] == 1) or known_true(own[d] == q.shape[d]) for d in (0, 1)]
-            if not fit[0] or not (fit[1] or op["enable_gqa"]):
-                raise Reason.NO_KERNEL.left_to_stock(
-                    "an SDPA call has more samples or heads of keys than of queries"
-                )
+        if out is None:
+            raise Reason.NOT_A_TENSOR.rejected(_NO_TENSOR)
+        q, k, v = _operands(op)
         given = (op[name] for name in ("dropout_p", "is_causal"))
         dropout, causal = (0 if each is None else torch_ops.concrete(each) for each in given)
         if not isinstance(dropout, (int, float)) or not isinstance(causal, (bool, int)):
@@ -212,7 +203,7 @@ class SdpaCall(Candidate):
         k, v = (operand.expand((q.shape[0], *operand.shape[1:])) for operand in (k, v))
         few_k, few_v = k, v
         if known_true(q.shape[1] == k.shape[1]):
-            few_k, few_v = few_heads(k, v, q.shape[:2], self.scope.mutations, self.anchor)
+            few_k, few_v = own_heads(k, v, q.shape[:2], self.scope.mutations, self.anchor)
         problem = Problem(
             q=q, k=few_k, v=few_v, full_k=k, full_v=v, scale=op["scale"], dropout=float(dropout),
             causal=causal, terms=[], dtype=out.dtype, attn_mask=mask,
@@ -296,13 +287,33 @@ def _replace(
         kept: gives the memory that eager keeps for the backward of the site.
         grouped: whether k and v keep their own heads in any case.
     """
-    known, emitter = set(scope.graph.nodes), scope.emitter(output)
+    known = set(scope.graph.nodes)
     with suppress_guards(scope.fake_mode), modes.asking(scope.modes.at(output)):
-        emitter.emit(choice.problem, output, choice.kernel, choice.grouped or grouped)
+        scope.emitter(choice.problem, output).emit(choice.kernel, choice.grouped or grouped)
         if choice.problem.train:
             scope.keep(known, kept())
     emit.erase_chain(scope.graph, chain)
     return choice.text
+
+
+_NO_TENSOR = "an argument of scaled_dot_product_attention is not a tensor"
+
+
+def _operands(op: torch_ops.Op) -> tuple[Operand, Operand, Operand]:
+    """q, k and v of a call of SDPA, of 4 dims that fit."""
+    given = (op[name] for name in ("query", "key", "value"))
+    q, k, v = (Operand.of(node) if isinstance(node, fx.Node) else None for node in given)
+    if q is None or k is None or v is None:
+        raise Reason.NOT_A_TENSOR.rejected(_NO_TENSOR)
+    if q.value.dim() != 4 or k.value.dim() != 4 or v.value.dim() != 4:
+        raise Reason.NO_KERNEL.left_to_stock("the operands of scaled_dot_product_attention are not 4-D")
+    for own in (k.shape, v.shape):
+        fit = [known_true(own[d] == 1) or known_true(own[d] == q.shape[d]) for d in (0, 1)]
+        if not fit[0] or not (fit[1] or op["enable_gqa"]):
+            raise Reason.NO_KERNEL.left_to_stock(
+                "an SDPA call has more samples or heads of keys than of queries"
+            )
+    return q, k, v
 
 
 def _term(mask: Any, shape: Sequence[Any]) -> Term | None:

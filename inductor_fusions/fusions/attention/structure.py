@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from .masks import (
     visibility,
     within,
 )
-from .mixed_masks import Terms, taken_apart
+from .mixed_masks import Terms, separated
 from .normal_form import Term
 from .operands import Operand
 
@@ -152,6 +152,55 @@ def remaining(
     return None if left and causal == len(left) else left
 
 
+@dataclass
+class _Read:
+    """The terms of a mask, read one by one.
+
+    Attributes:
+        conditions: under which a term leaves a score as it is.
+        biases: what else is added to the scores.
+        numbers: what masked scores are elsewhere.
+        hiding: places of the terms with a condition.
+        unbounded: places of biases that may be so low that they mask keys, but never a query's own.
+        added: how many of the terms are added, rather than replace the scores.
+        biased_after: whether a bias is added to masked scores.
+    """
+
+    conditions: list[Bool] = field(default_factory=list)
+    biases: Terms = field(default_factory=list)
+    numbers: set[float] = field(default_factory=set)
+    hiding: list[int] = field(default_factory=list)
+    unbounded: list[int] = field(default_factory=list)
+    added: int = 0
+    biased_after: bool = False
+
+    @staticmethod
+    def of(terms: Terms, shape: Sequence[Any], interpreter: Interpreter, cancels: bool) -> _Read | None:
+        """The terms, or None where a part of the mask is data."""
+        read = _Read()
+        for place, (term, operand) in enumerate(terms):
+            if term.floor is not None:
+                return None
+            found = predicate(term, interpreter, cancels)
+            if found is not None:
+                if not same_shape(term.lead, shape[:2]) and not dims(found[0]) <= {QUERY, KEY}:
+                    return None  # its batch and heads are counted in another way
+                read.conditions.append(found[0])
+                read.numbers.add(found[1])
+                read.hiding.append(place)
+                read.added += term.fill is None or term.adds
+                continue
+            if term.fill is not None:
+                return None
+            if may_hide_rows(term.node):
+                if not interpreter.vanishes_at_own_key(term.node):
+                    return None
+                read.unbounded.append(place)
+            read.biases.append((term, operand))
+            read.biased_after |= bool(read.conditions)
+        return read
+
+
 def find(
     terms: Terms,
     shape: Sequence[Any],
@@ -169,62 +218,44 @@ def find(
         aligned: brings a part of a term to the dims of the problem.
         cancels: whether a number that is added to all scores is not seen.
     """
-    terms = taken_apart(terms, interpreter, aligned)
-    parts: list[Bool] = []
-    biases: Terms = []
-    numbers: set[float] = set()
-    replaced, added, after = True, 0, False
-    hiding: list[int] = []  # places of fills and masks
-    steep: list[int] = []  # places of biases that may be so low that they hide keys, but never a query's own
-    for place, (term, operand) in enumerate(terms):
-        if term.floor is not None:
-            return None
-        found = predicate(term, interpreter, cancels)
-        if found is None:
-            if term.fill is not None:
-                return None
-            if may_hide_rows(term.node):
-                if not interpreter.vanishes_at_own_key(term.node):
-                    return None
-                steep.append(place)
-            biases.append((term, operand))
-            after |= bool(parts)
-            continue
-        if not same_shape(term.lead, shape[:2]) and not dims(found[0]) <= {QUERY, KEY}:
-            return None  # its batch and heads are counted in another way
-        parts.append(found[0])
-        hiding.append(place)
-        numbers.add(found[1])
-        adds = term.fill is None or term.adds
-        replaced &= not adds
-        added += adds
-    if not all(_erases(terms, each, bias) for each in hiding for bias in steep):
+    terms = separated(terms, interpreter, aligned)
+    read = _Read.of(terms, shape, interpreter, cancels)
+    if read is None:
         return None
-    if not parts and steep:
-        return None  # flex attention takes rows of a mask that hides nothing to have no -inf
-    if not parts:
-        return Structure(True, None, True, biases, True) if biases else None
-    if len(numbers) != 1:
+    if not all(_erases(terms, each, bias) for each in read.hiding for bias in read.unbounded):
         return None
-    visible = reduce(conjunction(parts), shape)
+    if not read.conditions:
+        if read.unbounded or not read.biases:
+            return None  # flex attention takes rows of a mask that hides nothing to have no -inf
+        return Structure(True, None, True, read.biases, True)
+    if len(read.numbers) != 1:
+        return None
+    visible = reduce(conjunction(read.conditions), shape)
     if visible is False or not is_usable(visible, graph):
         return None
-    if steep and (visible is True or not _sees_own_key(visible, shape)):
+    if read.unbounded and (visible is True or not _sees_own_key(visible, shape)):
         return None
-    number, never_empty = numbers.pop(), _never_empty(visible, shape)
-    if math.isfinite(number) and not never_empty and (added or after):
-        # The scores of a fully masked row must all be equal, or absorbed by the number.
-        if (added and len(parts) > 1) or not _absorbs(number, terms, bool(added)):
-            return None
-        if config.empty_rows != "ignore" and any(map(_learns, biases)):
-            return None  # in such a row a gradient flows into what is added to the number
+    (number,) = read.numbers
+    never_empty = _never_empty(visible, shape)
+    if math.isfinite(number) and not never_empty and not _keeps_empty_rows(read, terms, number):
+        return None
     return Structure(
         visible=visible,
         number=number if math.isfinite(number) else None,
-        replaced=replaced,
-        biases=biases,
+        replaced=not read.added,
+        biases=read.biases,
         never_empty=never_empty,
     )
+
+
+def _keeps_empty_rows(read: _Read, terms: Terms, number: float) -> bool:
+    """Whether the scores of a fully masked row are all equal, or absorbed by the number they get."""
+    if not read.added and not read.biased_after:
+        return True
+    if (read.added and len(read.conditions) > 1) or not _absorbs(number, terms, bool(read.added)):
+        return False
+    # In such a row a gradient flows into what is added to the number.
+    return config.empty_rows == "ignore" or not any(map(_learns, read.biases))
 
 
 def _absorbs(number: float, terms: Terms, added: bool) -> bool:

@@ -60,9 +60,9 @@ class Walk:
         self.maxima: set[fx.Node] = set()
         self.logsumexp = logsumexp
         self.shifts_cancel = logsumexp is None
-        #: What writes to the scores, and what reads them afterwards.
+        #: Nodes that write to the scores, and nodes that read them afterwards.
         self.writing: set[fx.Node] = set()
-        #: What writes to the scores by a view of them, which is one of `others`.
+        #: A node that writes to the scores through a view of them; the view is one of `others`.
         self.writes_by_view: fx.Node | None = None
         #: Parts of the scores that are being read.
         self.regions: list[Reading] = []

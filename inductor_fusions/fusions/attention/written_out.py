@@ -30,9 +30,9 @@ from ...reasons import Reason
 from .normal_form import Attention
 
 SOFTMAXES = ("softmax", "_softmax")
-#: By what the exponent of each is multiplied, to be one of e.
+#: Functions base ** x, and ln(base): base ** x = exp(x * ln(base)).
 EXPONENTIALS = {"exp": 1.0, "exp2": math.log(2.0)}
-#: What people do to exponentials and their sum before they divide.
+#: Operations that may be on exponentials and their sum before the division.
 _STEPS = CASTS | COPIES | VIEWS | PRODUCTS | frozenset(
     "mul add where masked_fill clamp clamp_min clamp_max maximum max sum getitem dropout nan_to_num".split()
 )  # fmt: skip
@@ -308,14 +308,14 @@ def twins(exp: Op) -> list[fx.Node]:
     return [n for n, op in found if op is not None and op.name == exp.name and not op.inplace]
 
 
-def _quotient(exp: fx.Node, limit: int = 32) -> fx.Node | None:
+def _quotient(exp: fx.Node) -> fx.Node | None:
     """The division of a value computed from exponentials by one computed from their sum, or None."""
     op = read(exp)
     frontier = [exp] if op is None or op.inplace else twins(op)
     seen, summed = set(frontier), set[fx.Node]()
     if frontier[0] is not exp:
         return None
-    while frontier and len(seen) < limit:
+    while frontier and len(seen) < 32:
         node = frontier.pop(0)
         for user in readers(node):
             op = read(user)

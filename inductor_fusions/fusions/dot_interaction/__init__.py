@@ -22,11 +22,11 @@ from ...fusion import Candidate, Fusion, Reported
 from ...graph import torch_ops
 from ...graph.builder import Builder
 from ...layouts.keeping import Keeping
-from ...operands import check_device, check_kind, profitable, tensor, text
+from ...operands import check_device, check_kind, profitable, tensor, text, value
 from ...reasons import Reason
-from . import recognise, unread
+from . import recognise, unsupported
 from .op import DOT_INTERACTION, DOT_PAIRS, DTYPES, fits, takes
-from .recognise import Site
+from .recognise import InteractionSite
 from .triangles import triangle
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ __all__ = ["FUSION"]
 
 def _other_pairs(read: fx.Node, how: str) -> Candidate:
     """Products of features that are read in a way for which there is no kernel."""
-    hint = "" if how == unread.BY_MATRICES else "z[:, i, j] with vectors of indices"
+    hint = "" if how == unsupported.BY_MATRICES else "z[:, i, j] with vectors of indices"
     why = Reason.PAIRS.rejected(f"{how}, not by indices of the matrix of products", hint)
     return Reported(read, why, {"products": text(tensor(read))})
 
@@ -45,7 +45,7 @@ def _other_pairs(read: fx.Node, how: str) -> Candidate:
 class DotInteraction(Candidate):
     """The pairs of a batch of features, and the concatenation with the dense ones."""
 
-    def __init__(self, scope: DynamoScope, site: Site) -> None:
+    def __init__(self, scope: DynamoScope, site: InteractionSite) -> None:
         self.scope, self.site, self.anchor = scope, site, site.pairs
         self.triangle: tuple[bool, bool] | None = None
         self.tiles: list[int] = []
@@ -56,8 +56,7 @@ class DotInteraction(Candidate):
         return found if self.site.dense is None else {**found, "dense": text(tensor(self.site.dense))}
 
     def savings(self) -> dict[str, int]:
-        t = tensor(self.site.t)
-        assert t is not None
+        t = value(self.site.t)
         samples, features, _ = t.shape
         if not isinstance(samples, int):
             return {}
@@ -109,8 +108,7 @@ class DotInteraction(Candidate):
 
     def _cells(self) -> fx.Node:
         """The cells of the pairs in the matrix of products: gathered from all, which checks the indices."""
-        t = tensor(self.site.t)
-        assert t is not None
+        t = value(self.site.t)
         features = t.shape[1]
         build = Builder(self.site.last, self.anchor)
         cells = build.call(torch.arange, features * features, device=t.device)
@@ -130,7 +128,7 @@ def check_kernel(t: torch.Tensor) -> None:
         raise Reason.LIMIT.left_to_stock("the features of a sample do not fit into one thread block")
 
 
-def measured(t: torch.Tensor, site: Site, pairs: str) -> tuple[str, list[int]]:
+def measured(t: torch.Tensor, site: InteractionSite, pairs: str) -> tuple[str, list[int]]:
     """A note and the fastest tiles for a shape, from the table of the device.
 
     Args:
@@ -168,18 +166,18 @@ _ANCHORS = (
 )  # fmt: skip
 
 
-@FUSION.anchor(lambda: torch_ops.spellings(*_ANCHORS))
+@FUSION.anchor(lambda: torch_ops.forms(*_ANCHORS))
 def read(scope: DynamoScope, match: Match) -> Candidate | None:
     """A gather of pairs from products of features with themselves."""
     node = match.output_node()
     site = recognise.site(node)
     if site is not None:
         return DotInteraction(scope, site)
-    how = unread.how(node)
+    how = unsupported.how(node)
     return _other_pairs(node, how) if how else None
 
 
-@FUSION.anchor(lambda: torch_ops.spellings(*recognise.FLATTENS))
+@FUSION.anchor(lambda: torch_ops.forms(*recognise.FLATTENS))
 def read_flattened(scope: DynamoScope, match: Match) -> Candidate | None:
     """Products of features with themselves as one row of each sample."""
     node = match.output_node()

@@ -35,7 +35,7 @@ WIDEST_DENSE = 1024
 
 
 @dataclass(frozen=True)
-class Site:
+class InteractionSite:
     """The pairs of one batch of features.
 
     Attributes:
@@ -75,14 +75,16 @@ class Site:
         return {*made, *_sources(self.indices)}
 
 
-def site(node: fx.Node) -> Site | None:
+def site(node: fx.Node) -> InteractionSite | None:
     """The pairs that a node is: a gather from products of features with themselves, or a sum of products."""
     op = read(node)
     if op is None or op.inplace:
         return None
     if op.name in ("sum", "einsum"):
         found = _of_sum(op) if op.name == "sum" else _of_pairs(op)
-        return None if found is None else Site(node, *found, *_cat(node), kept=op["keepdim"] is True)
+        return (
+            None if found is None else InteractionSite(node, *found, *_cat(node), kept=op["keepdim"] is True)
+        )
     if op.name in ("cat", "stack"):
         return _of_parts(op)
     z, scales, nodes = _scaled(op.input)
@@ -91,8 +93,8 @@ def site(node: fx.Node) -> Site | None:
         return None
     t, between, index = found
     if scales:  # not those of what is concatenated with the pairs
-        return Site(node, t, (*between, *nodes), index, None, None, scales=scales)
-    return Site(node, *found, *_cat(node))
+        return InteractionSite(node, t, (*between, *nodes), index, None, None, scales=scales)
+    return InteractionSite(node, *found, *_cat(node))
 
 
 def _scaled(node: Any) -> tuple[Any, tuple[tuple[str, float], ...], tuple[fx.Node, ...]]:
@@ -155,7 +157,7 @@ def _of_all_samples(op: Op) -> tuple[Any, ...] | None:
     return (WHOLE, index) if known_true(after.shape[0] == before.shape[0]) else None
 
 
-def _of_parts(op: Op) -> Site | None:
+def _of_parts(op: Op) -> InteractionSite | None:
     """Read a `stack` of elements z[:, i, j], or a `cat` of rows z[:, i, :i] that may be behind dense ones."""
     parts, dim = op.only("tensors", "dim")
     if not isinstance(parts, (list, tuple)) or len(parts) < 2 or dim not in (1, -1):
@@ -177,7 +179,9 @@ def _of_parts(op: Op) -> Site | None:
         cells += own
     between = (last.source, *parts[dense is not None :])
     indices = [i for i, _ in cells], [j for _, j in cells]
-    return Site(op.node, t, between, indices, None if dense is None else op.node, dense) if cells else None
+    if not cells:
+        return None
+    return InteractionSite(op.node, t, between, indices, None if dense is None else op.node, dense)
 
 
 def _cells(taken: Selection) -> list[tuple[int, int]] | None:
@@ -301,7 +305,7 @@ def squared(z: fx.Node) -> fx.Node | None:
 
 
 def _of_einsum(op: Op) -> fx.Node | None:
-    """As of "bid,bjd->bij", with any letters."""
+    """The features of an einsum "bid,bjd->bij", with any letters, or None."""
     try:
         found = equation(op)
     except Rejected:

@@ -27,7 +27,7 @@ from ...graph.facts import change
 from ...graph.inlined import put_in_place
 from ...graph.products import unviewed
 from ...layouts import pinning
-from ...operands import tensor
+from ...operands import tensor, value
 from .known import BROADCAST_NUMBER, CUDNN_ONE_QUERY, CUDNN_PADDED_KEYS, CUDNN_PLANS, KNOWN, Defect
 from .op import CUDNN_BACKWARD
 from .products import SDPA_BACKWARDS, SDPA_FORWARDS, gradients
@@ -48,7 +48,7 @@ _GRADIENT, _QUERY, _KEY, _VALUE, _LOGSUMEXP = 0, 1, 2, 3, 5
 _BIAS, _MAX_KEYS, _DROPOUT, _CAUSAL = 8, 12, 13, 14
 #: Operations whose operands Inductor lays out for SDPA's kernels.
 _CALLS = [*SDPA_FORWARDS, *SDPA_BACKWARDS]
-#: What their last dim is asked to be a multiple of.
+#: The last dim of these operands is a multiple of this.
 _ALIGNED = 8
 #: The largest head dim of flash attention.
 _MOST_DIM = 256
@@ -150,7 +150,7 @@ class CudnnCalls(Candidate):
 
 def _has_one_query(call: fx.Node) -> bool:
     """Whether a backward has one query, no mask and no dropout, which torch does not give to cuDNN then."""
-    one = known_true(_value(call.args[_QUERY]).shape[2] == 1)
+    one = known_true(value(call.args[_QUERY]).shape[2] == 1)
     return one and _argument(call, _BIAS) is None and not _argument(call, _DROPOUT)
 
 
@@ -160,14 +160,14 @@ def _may_overflow(call: fx.Node) -> bool:
     A causal backward hides them. With dropout and without a mask it is left as it is: no other kernel draws
     the same elements, and a mask of the rows would take the memory of all scores.
     """
-    keys = _value(call.args[_KEY]).shape[2]
+    keys = value(call.args[_KEY]).shape[2]
     hidden = _argument(call, _CAUSAL) or _argument(call, _DROPOUT)
     return not (_argument(call, _BIAS) is None and hidden) and not known_true(keys % TILE != TILE // 2)
 
 
 def _flash_takes(call: fx.Node) -> bool:
     """Whether flash attention can compute a backward, from what cuDNN's forward saved."""
-    q, k, v = (_value(call.args[i]) for i in (_QUERY, _KEY, _VALUE))
+    q, k, v = (value(call.args[i]) for i in (_QUERY, _KEY, _VALUE))
     dim, masked = q.shape[3], _argument(call, _BIAS) is not None
     alike = all(known_true(x.shape[3] == dim) and known_true(x.shape[1] == q.shape[1]) for x in (k, v))
     plain = not masked and not _argument(call, _CAUSAL) and not _argument(call, _DROPOUT)
@@ -220,7 +220,7 @@ class _Backward:
         """Replace the call."""
         arguments: list[Any] = list(self.call.args)
         arguments.append(self.call.kwargs.get("scale"))
-        keys = _value(arguments[_KEY]).shape[2]
+        keys = value(arguments[_KEY]).shape[2]
         low = _may_overflow(self.call)
         if low and arguments[_BIAS] is None:
             arguments[_BIAS] = self._no_bias()
@@ -243,14 +243,14 @@ class _Backward:
 
     def _no_bias(self) -> fx.Node:
         """A mask that hides nothing: one number, expanded to the shape of the scores."""
-        q, k = (_value(self.call.args[i]) for i in (_QUERY, _KEY))
+        q, k = (value(self.call.args[i]) for i in (_QUERY, _KEY))
         zero = self.build.call(aten.full.default, [1, 1, 1, 1], 0.0, dtype=q.dtype, device=q.device)
         return self.build.call(aten.expand.default, zero, [*q.shape[:3], k.shape[2]])
 
     def _padded_bias(self, bias: fx.Node, extra: int) -> fx.Node:
-        """With columns for keys that nobody sees; dims that are expanded stay so."""
-        shape = list(_value(bias).shape)
-        for dim, step in enumerate(_value(bias).stride()[:-1]):
+        """The bias with columns for masked keys; expanded dims stay expanded."""
+        shape = list(value(bias).shape)
+        for dim, step in enumerate(value(bias).stride()[:-1]):
             if step == 0 and not known_true(shape[dim] == 1):
                 bias = self.build.call(aten.slice.Tensor, bias, dim, 0, 1)
         bias = self.build.call(aten.constant_pad_nd.default, bias, [0, extra], -math.inf)
@@ -264,22 +264,22 @@ class _Backward:
         The shift is a number of the mask's dtype, so that the mask of keys with a weight stays exact. A fully
         masked row has weights of 0 with any logsumexp.
         """
-        dtype = _value(bias).dtype
+        dtype = value(bias).dtype
         rounded = self.build.to(self.build.to(logsumexp, dtype), torch.float32)
-        zero = self.build.call(aten.full.default, [], 0.0, dtype=torch.float32, device=_value(bias).device)
-        low = self.build.call(aten.lt.Scalar, logsumexp, LOW[_value(self.call.args[_QUERY]).dtype])
+        zero = self.build.call(aten.full.default, [], 0.0, dtype=torch.float32, device=value(bias).device)
+        low = self.build.call(aten.lt.Scalar, logsumexp, LOW[value(self.call.args[_QUERY]).dtype])
         hidden = self.build.call(aten.eq.Scalar, logsumexp, -math.inf)
         shift = self.build.call(aten.where.self, low, rounded, zero)
         shift = self.build.call(aten.where.self, hidden, zero, shift)
         kept = self.build.call(aten.sub.Tensor, logsumexp, shift)
         kept = self.build.call(aten.where.self, hidden, zero, kept)
-        if _value(shift).dim() < _value(bias).dim():
+        if value(shift).dim() < value(bias).dim():
             shift = self.build.call(aten.unsqueeze.default, shift, -1)
         moved = self.build.call(aten.sub.Tensor, self.build.to(bias, torch.float32), shift)
         return kept, self.build.to(moved, dtype)
 
     def _cut(self, made: fx.Node, keys: int) -> None:
-        """Only the gradients of keys that there are."""
+        """Cut the gradients of the padded keys off."""
         for user in list(made.users):
             if user.args[1] in (1, 2):
                 readers = list(user.users)
@@ -291,14 +291,8 @@ class _Backward:
 
 def _fits(node: fx.Node, dim: int, size: Any) -> bool:
     """Whether a dim is not expanded: it has its size, or is that of the keys, which was padded."""
-    own = _value(node).shape[dim]
-    return dim == _value(node).dim() - 1 or known_true(own == size)
-
-
-def _value(node: Any) -> torch.Tensor:
-    found = tensor(node)
-    assert found is not None
-    return found
+    own = value(node).shape[dim]
+    return dim == value(node).dim() - 1 or known_true(own == size)
 
 
 FUSION = Fusion(

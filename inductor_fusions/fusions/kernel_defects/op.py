@@ -33,7 +33,7 @@ def _empty(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-#: What graphs call. Arguments are those of aten's operation, its scale the last one.
+#: The operation that graphs call. It has the arguments of aten's operation; the scale is the last one.
 CUDNN_BACKWARD = define(
     "cudnn_attention_backward", _backward, _empty,
     schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor seed, "

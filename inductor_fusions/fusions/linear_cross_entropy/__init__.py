@@ -25,10 +25,10 @@ from ...effects.writes import check_between, check_kept, effects, may_alias, sto
 from ...fusion import Candidate, Fusion, Reported, Scope
 from ...graph.torch_ops import CASTS, VIEWS, read, reads_metadata
 from ...layouts.keeping import Keeping
-from ...operands import check_kind, profitable, tensor, text, tokens_of
+from ...operands import check_kind, profitable, tensor, text, tokens_of, value
 from ...reasons import Reason
 from . import emit, recognise
-from .recognise import Site, Unread
+from .recognise import LossSite, Unsupported
 
 if TYPE_CHECKING:
     from ..._inductor import Match
@@ -42,7 +42,7 @@ SMALL = 128 * 2**20
 class LossHead(Candidate):
     """A loss, and the linear that makes its logits."""
 
-    def __init__(self, graph: fx.Graph, site: Site) -> None:
+    def __init__(self, graph: fx.Graph, site: LossSite) -> None:
         self.graph, self.site, self.anchor = graph, site, site.loss
         self.note = ""
         self.returns = False
@@ -51,8 +51,7 @@ class LossHead(Candidate):
         return {name: text(tensor(getattr(self.site, name))) for name in ("h", "w", "labels")}
 
     def savings(self) -> dict[str, int]:
-        logits = tensor(self.site.linear)
-        assert logits is not None
+        logits = value(self.site.linear)
         if not all(isinstance(size, int) for size in logits.shape):
             return {}
         # Written and read once at the least, and in training again as gradients.
@@ -88,8 +87,7 @@ class LossHead(Candidate):
 
     @property
     def _logits(self) -> torch.Tensor:
-        found = tensor(self.site.linear)
-        assert found is not None
+        found = value(self.site.linear)
         return found
 
     def guard(self) -> None:
@@ -138,7 +136,7 @@ class LossHead(Candidate):
             check_kept(operands, site.loss)
         check_operation([*site.path, site.loss])
 
-    def _losses_of_other_parts(self) -> list[Site]:
+    def _losses_of_other_parts(self) -> list[LossSite]:
         """The losses that read other parts of the logits: other classes, or other rows.
 
         Raises:
@@ -164,7 +162,7 @@ class LossHead(Candidate):
             for other in others:
                 found = [] if other in nodes else recognise.behind(other)[0]
                 for each in found:
-                    if isinstance(each, Site) and each.loss not in nodes:
+                    if isinstance(each, LossSite) and each.loss not in nodes:
                         sites.append(each)
                         nodes |= {*each.path, each.loss}
                         waiting += each.path
@@ -189,11 +187,9 @@ class LossHead(Candidate):
             LeftToStock: it is not measured, not faster, or would need more memory.
         """
         site, logits, (wants_h, wants_w, _) = self.site, self._logits, self.wants
-        h, w = tensor(site.h), tensor(site.w)
-        assert h is not None and w is not None
+        h, w = value(site.h), value(site.w)
         classes = int(logits.shape[-1]) if site.columns is None else site.columns[1]
-        labels = tensor(site.labels)
-        assert labels is not None
+        labels = value(site.labels)
         rows = labels.numel()  # of this loss alone, if others read other rows
         if hint(logits.numel()) * logits.itemsize < SMALL:
             raise Reason.NOT_FASTER.left_to_stock("the logits are small, so fusing would save little memory")
@@ -230,7 +226,7 @@ class LossHead(Candidate):
         name = "linear_cross_entropy" if self.in_one_pass else "linear_softmax_rows"
         return f"{name}{self.note}"
 
-    def _kept(self) -> Site:
+    def _kept(self) -> LossSite:
         """The site with operands that may be saved for the backward."""
         site, (wants_h, wants_w, _) = self.site, self.wants
         keeping = Keeping(self.graph, recomputed=is_body_of_dynamo(self.graph))
@@ -241,7 +237,7 @@ class LossHead(Candidate):
         return dataclasses.replace(site, h=h, w=w, bias=bias)
 
 
-def _first_reader(site: Site, operand: fx.Node) -> fx.Node:
+def _first_reader(site: LossSite, operand: fx.Node) -> fx.Node:
     """The first node of a site that reads an operand, or a view of it."""
     for node in site.path:
         if any(may_alias(storage(each), storage(operand)) for each in node.all_input_nodes):
@@ -264,16 +260,16 @@ FUSION = Fusion(
 )
 
 
-@FUSION.anchor(recognise.spelled)
+@FUSION.anchor(recognise.targets)
 def look(scope: Scope, match: Match) -> Candidate | None:
     """A loss behind a linear."""
     found: Any = recognise.site(match.output_node())
-    if isinstance(found, Unread):
+    if isinstance(found, Unsupported):
         return Reported(found.loss, found.why)
     return None if found is None else LossHead(scope.graph, found)
 
 
-@FUSION.anchor(recognise.spelled_out)
+@FUSION.anchor(recognise.targets_of_others)
 def look_out(scope: Scope, match: Match) -> Candidate | None:
     """A softmax of logits that no supported loss reads."""
     found = recognise.written_out(match.output_node())

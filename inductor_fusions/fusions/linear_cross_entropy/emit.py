@@ -11,12 +11,12 @@ from torch import fx
 from ...graph.builder import Builder
 from ...graph.dims import WHOLE, per_dim
 from ...graph.torch_ops import VIEWS, read
-from ...operands import tensor
+from ...operands import tensor, value
 from .op import LINEAR_CROSS_ENTROPY, SOFTMAX_ROWS
-from .recognise import Site
+from .recognise import LossSite
 
 
-def loss(site: Site, wants: list[bool], raw: fx.Node | None = None) -> fx.Node:
+def loss(site: LossSite, wants: list[bool], raw: fx.Node | None = None) -> fx.Node:
     """One number, with gradients that the forward makes. In front of the loss, for it.
 
     Args:
@@ -34,7 +34,7 @@ def loss(site: Site, wants: list[bool], raw: fx.Node | None = None) -> fx.Node:
     return _as_before(build, made[0], site)
 
 
-def detached(site: Site) -> fx.Node:
+def detached(site: LossSite) -> fx.Node:
     """The linear without gradients, which takes its place for those who read its result beside the loss."""
     build, linear = Builder(site.linear), site.linear
     apart = {node: build.call("detach", node) for node in linear.all_input_nodes}
@@ -47,7 +47,7 @@ def detached(site: Site) -> fx.Node:
     return raw
 
 
-def rows(site: Site) -> fx.Node:
+def rows(site: LossSite) -> fx.Node:
     """Add the operation for losses of each row and log-probabilities, and the sum or mean of its results."""
     build = Builder(site.loss)
     h, w, bias = _operands(build, site)
@@ -93,10 +93,9 @@ def rows(site: Site) -> fx.Node:
     return _as_before(build, found, site)
 
 
-def _operands(build: Builder, site: Site) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+def _operands(build: Builder, site: LossSite) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     """h of the rows that the loss reads, as a matrix, w and bias, in the dtype of the logits."""
-    logits = tensor(site.linear)
-    assert logits is not None
+    logits = value(site.linear)
     h, w = site.h, site.w
     for node in site.replayed:
         h = _replayed(build, site, node, h)
@@ -119,7 +118,7 @@ def _operands(build: Builder, site: Site) -> tuple[fx.Node, fx.Node, fx.Node | N
     return build.to(h, logits.dtype), build.to(w, logits.dtype), bias
 
 
-def _replayed(build: Builder, site: Site, node: fx.Node, h: fx.Node) -> fx.Node:
+def _replayed(build: Builder, site: LossSite, node: fx.Node, h: fx.Node) -> fx.Node:
     """Apply to h an operation that takes or reorders rows of the logits.
 
     h has one head where the logits have several.
@@ -150,15 +149,14 @@ def _replayed(build: Builder, site: Site, node: fx.Node, h: fx.Node) -> fx.Node:
     return build.call(target, *(h if i == 0 else value for i, value in enumerate(node.args)), **kwargs)
 
 
-def _labels(build: Builder, site: Site) -> fx.Node:
+def _labels(build: Builder, site: LossSite) -> fx.Node:
     labels = site.labels
     return labels if build.value(labels).dim() == 1 else build.call("reshape", labels, (-1,))
 
 
-def _as_before(build: Builder, found: fx.Node, site: Site) -> fx.Node:
+def _as_before(build: Builder, found: fx.Node, site: LossSite) -> fx.Node:
     """A result in the shape and dtype of the loss."""
-    out = tensor(site.loss)
-    assert out is not None
+    out = value(site.loss)
     found = build.to(found, out.dtype)
     if len(build.value(found).shape) != out.dim():
         found = build.call("reshape", found, tuple(out.shape))

@@ -19,7 +19,7 @@ from ..._inductor import known_true
 from ...fusion import Rejected
 from ...graph.dims import selection
 from ...graph.einsum import equation
-from ...graph.torch_ops import CASTS, COPIES, Op, linear_of, read, scaled_by
+from ...graph.torch_ops import CASTS, COPIES, Op, linear_of, read, scaled_by, value
 from ...operands import holds, tensor
 from ...reasons import Reason
 from .parts import Head, classes_of, one_head, rows_of
@@ -75,7 +75,7 @@ class Logits:
 
 
 def walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> Logits:
-    """From logits, whose last dim are the classes, up to the linear that makes them.
+    """Walk from logits, whose last dim are the classes, up to the linear that computes them.
 
     Args:
         path, replayed: the nodes behind them, the last one first.
@@ -83,81 +83,121 @@ def walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> Logits:
     Raises:
         Rejected: there is none, or something else in between.
     """
-    pointwise: list[tuple[str, float]] = []
-    added: tuple[fx.Node, int, torch.dtype] | None = None
-    columns: tuple[int, int] | None = None
-    head: Head | None = None
-    shift, shifted, narrow = 0.0, 0, None
-    while (operands := product_of(node)) is None:
-        op = read(node)
-        source = op.input if op is not None else None
-        value = tensor(node)
-        if op is None or value is None or (op.inplace and op.name not in ("mul", "div")):
-            raise _no_linear(node)
-        if op.name in ("mul", "div"):
-            source, factor = _scaled(op)
-            pointwise.append(("mul", factor))
-        elif op.name == "tanh":
-            pointwise.append(("tanh", 0.0))
-        elif op.name == "sigmoid":  # (1 + tanh(x / 2)) / 2, where a softmax does not see the number
-            pointwise += [("mul", 0.5), ("tanh", 0.0), ("mul", 0.5)]
-        elif op.name == "add" and type(op["other"]) in (int, float):
-            source, number = op.only("input", "other")
-            if number is None or not abs(number) <= LARGEST_SHIFT or (shift and ("tanh", 0.0) in pointwise):
+    return _Walk(path, replayed).to_linear(node)
+
+
+class _Walk:
+    """What is read on the way from logits up to their linear. The last operation is read first.
+
+    Attributes:
+        pointwise: ("mul", factor) and ("tanh", 0.0) of each logit.
+        bias: a vector that is added, the number of pointwise operations behind it, and its sum's dtype.
+        shift: a number that is added in front of a cap, the same number and dtype; None without one.
+        columns, head: as `Logits` has them.
+    """
+
+    def __init__(self, path: list[fx.Node], replayed: list[fx.Node]) -> None:
+        self.path, self.replayed = path, replayed
+        self.pointwise: list[tuple[str, float]] = []
+        self.bias: tuple[fx.Node, int, torch.dtype] | None = None
+        self.shift: tuple[float, int, torch.dtype] | None = None
+        self.columns: tuple[int, int] | None = None
+        self.head: Head | None = None
+
+    def to_linear(self, node: fx.Node) -> Logits:
+        """Read up to the linear."""
+        while (operands := product_of(node)) is None:
+            op = read(node)
+            if op is None or tensor(node) is None or (op.inplace and op.name not in ("mul", "div")):
                 raise _no_linear(node)
-            if ("tanh", 0.0) in pointwise:
-                shift, shifted, narrow = number, len(pointwise), value.dtype
-        elif op.name == "add" and added is None:
-            source, vector = _biased(op)
-            added = vector, len(pointwise), value.dtype
-        elif op.name in CASTS | COPIES:
+            source = self._source(op)
+            if not isinstance(source, fx.Node):
+                raise _no_linear(node)
+            node = source
+        self.path.append(node)
+        out, (h, w, by_rows, bias) = tensor(node), operands
+        if self.bias is not None:
+            vector, place, dtype = self.bias
+            # What the linear itself could have added.
+            if bias is not None or place != len(self.pointwise) or out is None or out.dtype != dtype:
+                raise Reason.LOSS.rejected(
+                    "a second tensor is added to the logits, or one that is not a bias"
+                )
+            bias = vector
+        held = tensor(bias)
+        if held is not None and out is not None and self.columns is not None:
+            known = any(known_true(held.shape[0] == count) for count in (out.shape[-1], self.columns[1]))
+            if not known:
+                raise Reason.LOSS.rejected("a bias is added to more classes than the loss reads")
+        shift, *place_and_dtype = self.shift or (0.0, None, None)
+        if shift and (out is None or place_and_dtype != [len(self.pointwise), out.dtype]):
+            raise Reason.LOSS.rejected(
+                "a number is added to scaled or cast logits, in front of a tanh or a sigmoid"
+            )
+        bend = _bent(self.pointwise[::-1])
+        path, replayed = tuple(reversed(self.path)), tuple(reversed(self.replayed))
+        return Logits(node, h, w, bias, by_rows, path, replayed, bend, self.columns, shift, self.head)
+
+    def _source(self, op: Op) -> Any:
+        """Note what an operation does to the logits; returns what it reads."""
+        node, source = op.node, self._pointwise(op)
+        if source is None and op.name in CASTS | COPIES:
             if not is_as_wide(op):
                 raise Reason.ROUNDED.rejected(f"{op.name} rounds the logits or moves them to another device")
-        elif (rows := rows_of(op)) is not None:
-            source, steps = rows
-            replayed += steps
-            path += steps[:-1]
-            node = steps[-1]
-        elif columns is None and (columns := classes_of(taken := selection(node))) is not None:
-            assert taken is not None
-            source = taken.source
-            if len(taken.dims) > 1:  # rows as well
-                replayed.append(node)
-            path += taken.nodes[:-1]
-            node = taken.nodes[-1]
-        elif head is None and (head := one_head(op, replayed[::-1])) is not None:
-            replayed.append(node)
-            if op.name == "stack":
-                source = op["tensors"][head.number]
-            else:
-                start, count = columns or (0, value.shape[-1])
-                columns = head.number * value.shape[-1] + start, count
+            source = op.input
+        if source is None:
+            source, node = self._part(op)
+        self.path.append(node)
+        return source
+
+    def _pointwise(self, op: Op) -> Any:
+        """Read a scale, a cap, a number or a bias; None if it is none of them."""
+        source, dtype = op.input, value(op.node).dtype
+        capped = ("tanh", 0.0) in self.pointwise
+        if op.name in ("mul", "div"):
+            source, factor = _scaled(op)
+            self.pointwise.append(("mul", factor))
+        elif op.name == "tanh":
+            self.pointwise.append(("tanh", 0.0))
+        elif op.name == "sigmoid":  # (1 + tanh(x / 2)) / 2, where a softmax does not see the number
+            self.pointwise += [("mul", 0.5), ("tanh", 0.0), ("mul", 0.5)]
+        elif op.name == "add" and type(op["other"]) in (int, float):
+            source, number = op.only("input", "other")
+            if number is None or not abs(number) <= LARGEST_SHIFT or (self.shift and capped):
+                raise _no_linear(op.node)
+            if capped and number:
+                self.shift = number, len(self.pointwise), dtype
+        elif op.name == "add" and self.bias is None:
+            source, vector = _biased(op)
+            self.bias = vector, len(self.pointwise), dtype
         else:
-            raise _no_linear(node)
-        path.append(node)
-        if not isinstance(source, fx.Node):
-            raise _no_linear(node)
-        node = source
-    path.append(node)
-    out, (h, w, by_rows, bias) = tensor(node), operands
-    if added is not None:
-        vector, place, dtype = added
-        # What the linear itself could have added.
-        if bias is not None or place != len(pointwise) or out is None or out.dtype != dtype:
-            raise Reason.LOSS.rejected("a second tensor is added to the logits, or one that is not a bias")
-        bias = vector
-    held = tensor(bias)
-    if held is not None and out is not None and columns is not None:
-        known = any(known_true(held.shape[0] == count) for count in (out.shape[-1], columns[1]))
-        if not known:
-            raise Reason.LOSS.rejected("a bias is added to more classes than the loss reads")
-    if shift and (shifted != len(pointwise) or out is None or narrow != out.dtype):
-        raise Reason.LOSS.rejected(
-            "a number is added to scaled or cast logits, in front of a tanh or a sigmoid"
-        )
-    bend = _bent(pointwise[::-1])
-    steps_between, steps_of_rows = tuple(reversed(path)), tuple(reversed(replayed))
-    return Logits(node, h, w, bias, by_rows, steps_between, steps_of_rows, bend, columns, shift, head)
+            return None
+        return source
+
+    def _part(self, op: Op) -> tuple[Any, fx.Node]:
+        """Read rows, classes or one head; returns what they are taken from, and the node that takes them."""
+        if (rows := rows_of(op)) is not None:
+            source, steps = rows
+            self.replayed += steps
+            self.path += steps[:-1]
+            return source, steps[-1]
+        taken = selection(op.node) if self.columns is None else None
+        if taken is not None and (columns := classes_of(taken)) is not None:
+            self.columns = columns
+            if len(taken.dims) > 1:  # rows as well
+                self.replayed.append(op.node)
+            self.path += taken.nodes[:-1]
+            return taken.source, taken.nodes[-1]
+        if self.head is None and (head := one_head(op, self.replayed[::-1])) is not None:
+            self.head = head
+            self.replayed.append(op.node)
+            if op.name == "stack":
+                return op["tensors"][head.number], op.node
+            classes = value(op.node).shape[-1]
+            start, count = self.columns or (0, classes)
+            self.columns = head.number * classes + start, count
+            return op.input, op.node
+        raise _no_linear(op.node)
 
 
 def _biased(op: Op) -> tuple[fx.Node, fx.Node]:

@@ -89,7 +89,7 @@ def _rows(
     h: Tensor, w: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None, scale: float,
     cap: float, totals: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """For each row of y = scale * (h @ w.T + bias), or of cap * tanh(that): y[label], logsumexp, sum.
+    """y[label], logsumexp and sum of each row of y = scale * (h @ w.T + bias), or of cap * tanh(that).
 
     Args:
         labels: (rows,), int64; -1: the results of the row are 0, and so is its gradient.

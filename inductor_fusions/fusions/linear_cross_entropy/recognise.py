@@ -19,14 +19,14 @@ from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.dims import SELECTS, is_over_last, permutation, selection
-from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, read, spellings
+from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, forms, read
 from ...operands import holds, tensor
 from ...reasons import Reason
 from . import log_probabilities
 from .logits import Logits, is_as_wide, product_of, walk
 from .parts import rows_of
 
-#: What a loss is looked for by, beside log-probabilities.
+#: The operations at which a loss is looked for, beside those that pick log-probabilities.
 _LOSSES = ("cross_entropy", "nll_loss")
 _REDUCTIONS: dict[Any, str] = {0: "none", 1: "mean", 2: "sum"}
 #: The operations of hand-written losses.
@@ -65,7 +65,7 @@ _PASSED = (
 
 
 @dataclass(frozen=True)
-class Site(Logits):
+class LossSite(Logits):
     """A loss, and the linear that makes its logits.
 
     Attributes:
@@ -89,14 +89,14 @@ class Site(Logits):
 
 
 @dataclass(frozen=True)
-class Unread:
+class Unsupported:
     """A loss of logits that are not read, and why."""
 
     loss: fx.Node
     why: Rejected
 
 
-def site(node: fx.Node) -> Site | Unread | None:
+def site(node: fx.Node) -> LossSite | Unsupported | None:
     """The loss behind a linear that a node is; why a loss is none; None of what is no loss."""
     op = read(node)
     if op is None:
@@ -108,10 +108,10 @@ def site(node: fx.Node) -> Site | Unread | None:
         return None if picked is None or log_probabilities.is_in_stack(node) else _picked(op, picked)
     except Rejected as why:
         # Gathers are everywhere: one is a loss where it reads a softmax of a linear.
-        return Unread(node, why) if op.name in _LOSSES else None
+        return Unsupported(node, why) if op.name in _LOSSES else None
 
 
-def written_out(node: fx.Node) -> Unread | None:
+def written_out(node: fx.Node) -> Unsupported | None:
     """The softmax of a linear's logits that no loss above reads, as in distillation, or another loss."""
     op = read(node)
     linear = None if op is None else _linear_before(op.input)
@@ -121,17 +121,17 @@ def written_out(node: fx.Node) -> Unread | None:
     if losses or not ends:
         return None  # those are sites of their own
     if op.name in _OTHERS:
-        return Unread(node, Reason.LOSS.rejected(_OTHERS[op.name], "F.cross_entropy(logits, labels)"))
+        return Unsupported(node, Reason.LOSS.rejected(_OTHERS[op.name], "F.cross_entropy(logits, labels)"))
     if not is_over_last(op):
-        return Unread(
+        return Unsupported(
             node, Reason.LOSS.rejected(f"{op.name} is over the rows of the logits, not the classes")
         )
     try:
         walk(op.input, [], [])
     except Rejected as why:
-        return Unread(node, why)
+        return Unsupported(node, why)
     what = " and ".join(sorted(ends)[:4])
-    return Unread(
+    return Unsupported(
         node,
         Reason.LOSS.rejected(
             f"the softmax of a linear's result is read by {what}, and only losses of one label for each "
@@ -186,9 +186,9 @@ def _reaches(node: fx.Node, ends: Callable[[Op], bool], steps: int = 8) -> bool:
     return False
 
 
-def behind(logits: fx.Node) -> tuple[list[Site | Unread], dict[str, None]]:
+def behind(logits: fx.Node) -> tuple[list[LossSite | Unsupported], dict[str, None]]:
     """The losses that read some logits, and the names of the operations that do something else with them."""
-    found = list[Site | Unread]()
+    found = list[LossSite | Unsupported]()
     seen, waiting, ends = {logits}, [logits], dict[str, None]()
     while waiting:
         node = waiting.pop()
@@ -206,7 +206,7 @@ def behind(logits: fx.Node) -> tuple[list[Site | Unread], dict[str, None]]:
     return found, ends
 
 
-def are_apart(first: Site, second: Site) -> bool:
+def are_apart(first: LossSite, second: LossSite) -> bool:
     """Whether two losses read no logit of one linear both."""
     if first.linear is not second.linear:
         return True
@@ -221,17 +221,17 @@ def are_apart(first: Site, second: Site) -> bool:
     return False
 
 
-def spelled() -> list[Any]:
+def targets() -> list[Any]:
     """The targets of losses."""
-    return spellings(*_LOSSES, *log_probabilities.SPELLED)
+    return forms(*_LOSSES, *log_probabilities.ANCHORS)
 
 
-def spelled_out() -> list[Any]:
+def targets_of_others() -> list[Any]:
     """The targets of hand-written and of other losses."""
-    return spellings(*_SOFTMAXES, *_OTHERS)
+    return forms(*_SOFTMAXES, *_OTHERS)
 
 
-def _loss(op: Op) -> Site:
+def _loss(op: Op) -> LossSite:
     known = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
     given = op.only(*known, "label_smoothing")
     logits, labels, weights, average, ignored, reduce, reduction, smoothing = given
@@ -257,13 +257,13 @@ def _loss(op: Op) -> Site:
         logits = _classes_last(logits, path)
     found = walk(logits, path, replayed)
     _check_labels(labels)
-    return Site(
+    return LossSite(
         **vars(found), loss=op.node, labels=labels, weights=weights, ignore_index=ignored,
         smoothing=float(smoothing), reduction=reduction,
     )  # fmt: skip
 
 
-def _picked(op: Op, picked: log_probabilities.Picked) -> Site:
+def _picked(op: Op, picked: log_probabilities.Picked) -> LossSite:
     """Log-probabilities of one label for each row."""
     path: list[fx.Node] = list(picked.path)
     replayed: list[fx.Node] = []
@@ -273,7 +273,7 @@ def _picked(op: Op, picked: log_probabilities.Picked) -> Site:
     found = walk(logits, path, replayed)
     _check_labels(picked.labels)
     ordered = replace(found, path=tuple(sorted(found.path)))
-    return Site(
+    return LossSite(
         **vars(ordered), loss=op.node, labels=picked.labels, weights=None, gathers=True, wraps=picked.wraps,
         negates=picked.negates,
     )  # fmt: skip

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ..._inductor import register_lowering_when_loaded
 from ...fusion import Fusion
-from ...graph.torch_ops import spellings
+from ...graph.torch_ops import forms
 from ...lowering import lower_by
 from . import accumulate, accumulate_kernel, decode, factors, inputs, lowering, merged, op, split
 from .sites import ANCHORS, candidates
@@ -30,8 +30,8 @@ FUSION.group(lambda: ANCHORS)(candidates)
 
 #: What is done before autograd; the toggle of `lora` is that of both.
 INPUTS = inputs.FUSION
-INPUTS.anchor(lambda: spellings("linear", "matmul"))(merged.merged_weight)
-INPUTS.anchor(lambda: spellings("linear", "matmul"))(factors.vectors)
+INPUTS.anchor(lambda: forms("linear", "matmul"))(merged.merged_weight)
+INPUTS.anchor(lambda: forms("linear", "matmul"))(factors.vectors)
 INPUTS.anchor(lambda: [F.conv1d, F.conv2d, F.conv3d])(merged.merged_convolution)
 
 lower_by(op.NARROW_MM, "narrow_mm", lowering.kernel, op.narrow_mm)

@@ -15,8 +15,8 @@ from ...decisions.tables import dtype_name
 from ...fusion import Candidate, LeftToStock
 from ...graph.builder import substitute
 from ...graph.facts import facts
-from ...graph.products import CASTS, RESHAPES, Product, restored, same_sizes, value, widens
-from ...operands import tokens_of
+from ...graph.products import CASTS, RESHAPES, Product, restored, same_sizes, widens
+from ...operands import tokens_of, value
 from ...reasons import Reason
 from . import accumulate_kernel, downs, profit
 from .accumulate import LORA_ACCUMULATE

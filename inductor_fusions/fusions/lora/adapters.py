@@ -23,13 +23,11 @@ from ...graph.products import (
     restored,
     same_sizes,
     scaled,
-    tensor,
     through,
-    value,
     widens,
     zero_padding,
 )
-from ...operands import holds
+from ...operands import holds, tensor, value
 from .masks import masked, narrow_product
 
 aten = torch.ops.aten
@@ -261,7 +259,7 @@ def _around_function(up: Product) -> Adapter | None:
 
 
 def _of_packed(up: Product) -> Adapter | None:
-    """An adapter whose A is packed with those of others: some columns of one narrow product."""
+    """An adapter whose A is packed with those of others: some columns of one skinny GEMM."""
     part = columns(through(up.a, RESHAPES | CASTS))
     if part is None or part.base.bias is not None or part.count != value(up.a).shape[1]:
         return None

@@ -9,7 +9,8 @@ import torch
 
 from ..._inductor import known_true
 from ...block_mm import guards
-from ...graph.products import same_sizes, value
+from ...graph.products import same_sizes
+from ...operands import value
 from ...reasons import Reason
 from .adapters import Adapter
 

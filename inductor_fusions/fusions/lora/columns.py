@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph.products import product, value
+from ...graph.products import product
+from ...operands import value
 from .adapters import adapter_of, step
 
 aten = torch.ops.aten

@@ -13,7 +13,8 @@ from ..._inductor import was_erased
 from ...fusion import Rejected
 from ...graph.builder import substitute
 from ...graph.placement import Place, find
-from ...graph.products import Product, value
+from ...graph.products import Product
+from ...operands import value
 from .adapters import Source, source
 from .emitter import Emitter
 from .groups import by_width
@@ -81,7 +82,7 @@ def _down(members: list[Product]) -> Down:
 
 
 def marked(graph: fx.Graph, place: Place) -> Place:
-    """The same place, named by a node of its own: views that places are named by move on the way."""
+    """The place, named by a node of its own: the views that name places move on the way."""
     with graph.inserting_before(place.before):
         return replace(place, before=graph.call_function(operator.pos, (0,)))
 

@@ -13,7 +13,7 @@ from ... import _inductor
 from ...block_mm import template
 from ...decisions import tables
 
-#: The text that Inductor's templates take, of one of ours by its name.
+#: Renders a template of this folder to the source that Inductor's templates take.
 render = functools.partial(template.render, Path(__file__).parent / "templates")
 #: Elements of a thread block.
 ELEMENTS = 1024

@@ -10,7 +10,8 @@ from torch import fx
 
 from ...block_mm import guards
 from ...graph.builder import Builder
-from ...graph.products import transpose_of, value
+from ...graph.products import transpose_of
+from ...operands import value
 from . import gather
 from .adapters import Source
 from .op import HIGH_BITS

@@ -17,8 +17,8 @@ from torch import fx
 from ...fusion import Candidate
 from ...graph.builder import Builder, substitute
 from ...graph.facts import change, move
-from ...graph.products import VIEWS, tensor, transpose_of, unviewed, value
-from ...operands import known_size
+from ...graph.products import VIEWS, transpose_of, unviewed
+from ...operands import known_size, tensor, value
 from ...reasons import Reason
 from . import narrow, narrow_kernel
 from .op import NARROW_MM
@@ -213,7 +213,7 @@ def _chunks(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
 
 
 def _period(kinds: Sequence[Any]) -> int:
-    """After how many matrices they repeat, most of them; all, where they do not."""
+    """The number of matrices after which most of them repeat; that of all, if they do not."""
     best, share = max(1, len(kinds)), 2 / 3
     for period in range(1, len(kinds) // 2 + 1):
         pairs = list(zip(kinds, kinds[period:], strict=False))

@@ -15,8 +15,8 @@ from ...fusion import Candidate, Rejected
 from ...graph.builder import substitute
 from ...graph.facts import facts
 from ...graph.placement import Place, find
-from ...graph.products import RESHAPES, Product, product, readers, restored, scaled, value
-from ...operands import known_size, tokens_of
+from ...graph.products import RESHAPES, Product, product, readers, restored, scaled
+from ...operands import known_size, tokens_of, value
 from ...reasons import Reason
 from . import narrow, profit
 from .adapters import PERMUTES, is_low_rank, source, unrounded
@@ -148,7 +148,7 @@ def candidates(graph: fx.Graph, narrows: Sequence[NarrowProduct]) -> Iterator[Ca
 
 
 def _as_it_is(n: NarrowProduct) -> NarrowProduct:
-    """With the operands that it has now: those that it was read with may be replaced."""
+    """The product with its present operands: those that it was read with may be replaced."""
     p = product(n.node) if n.call is None else None
     return n if p is None else replace(n, x=p.b if n.transposed else p.a, b=p.a if n.transposed else p.b)
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph.products import RESHAPES, Product, identity, product, through, value
-from ...operands import tokens_of
+from ...graph.products import RESHAPES, Product, identity, product, through
+from ...operands import tokens_of, value
 from . import decode, narrow, profit
 from .adapters import Adapter, source, unrounded
 from .masks import mask_of, narrow_product

@@ -36,9 +36,18 @@ from ...effects.scope import DynamoScope
 from ...fusion import Candidate, Fusion
 from ...graph.builder import Builder
 from ...graph.dims import permuted_by
-from ...graph.torch_ops import CASTS, dropout_p, linear_of, read, spellings
+from ...graph.torch_ops import CASTS, dropout_p, forms, linear_of, read
 from ...layouts.keeping import Keeping
-from ...operands import check_device, check_kind, check_random_numbers, known_size, tensor, text, tokens_of
+from ...operands import (
+    check_device,
+    check_kind,
+    check_random_numbers,
+    known_size,
+    tensor,
+    text,
+    tokens_of,
+    value,
+)
 from ...reasons import Reason
 from . import narrow, profit
 from .adapters import is_low_rank
@@ -49,7 +58,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Site:
+class InputSite:
     """`F.linear(x.to(torch.float32), a)`, with a dropout behind the cast or in its place.
 
     Attributes:
@@ -84,7 +93,7 @@ class Inputs(DynamoScope):
         return Keeping(self.graph)
 
 
-def _read(node: fx.Node) -> Site | None:
+def _read(node: fx.Node) -> InputSite | None:
     """A down-projection that another linear reads."""
     found = _linear(node)
     if found is None or not _ups(node):
@@ -99,7 +108,7 @@ def _read(node: fx.Node) -> Site | None:
     if not isinstance(x, fx.Node) or not _is_adapter(x, wide, a):
         return None
     assert isinstance(a, fx.Node)
-    return Site(node, between, x, a, drop)
+    return InputSite(node, between, x, a, drop)
 
 
 def _made(node: Any) -> Any:
@@ -182,7 +191,7 @@ def _is_adapter(x: fx.Node, read: fx.Node, a: Any) -> bool:
 class AdapterInput(Candidate):
     """A down-projection of a widened or dropped input."""
 
-    def __init__(self, scope: Inputs, site: Site) -> None:
+    def __init__(self, scope: Inputs, site: InputSite) -> None:
         self.scope, self.site, self.anchor = scope, site, site.linear
         self.kernel = ""
         self.cast: torch.dtype | None = None  # what autocast rounds operands to, where it is on
@@ -193,8 +202,7 @@ class AdapterInput(Candidate):
 
     def guard(self) -> None:
         site, scope = self.site, self.scope
-        x, a, out = tensor(site.x), tensor(site.a), tensor(site.linear)
-        assert x is not None and a is not None and out is not None
+        x, a, out = value(site.x), value(site.a), value(site.linear)
         check_kind(x, a, out)
         cast = self.cast = dict(scope.modes.at(site.linear).autocast).get(x.device.type)
         if out.dtype != (a.dtype if cast is None else cast) or (cast is not None and x.dtype != cast):
@@ -216,8 +224,7 @@ class AdapterInput(Candidate):
             shape = narrow.Shape(inner, rows, (rank,), "t", x.dtype, a.dtype)
             self.kernel = profit.narrow_kernel(shape, tokens_of(tokens), x.device)
             return
-        outer = tensor(_ups(site.linear)[0])
-        assert outer is not None
+        outer = value(_ups(site.linear)[0])
         problem = profit.Dropped(tokens_of(tokens), inner, int(outer.shape[-1]), rank, x.dtype, out.dtype)
         self.kernel = profit.kernel(problem, x.device)
 
@@ -227,8 +234,7 @@ class AdapterInput(Candidate):
         check_random_numbers()
 
     def rewrite(self) -> str:
-        x = tensor(self.site.x)
-        assert x is not None
+        x = value(self.site.x)
         site = self.site = replace(self.site, x=self._kept())
         old = site.linear
         if site.drop is None:
@@ -268,8 +274,7 @@ class AdapterInput(Candidate):
 
     def _mask(self, drop: fx.Node) -> fx.Node:
         """The mask of a dropout, drawn in its place."""
-        inside = tensor(drop)
-        assert inside is not None
+        inside = value(drop)
         build = Builder(drop)
         drawn = build.call(torch.rand_like, self.site.x, dtype=inside.dtype)
         return build.call(torch.gt, drawn, self.site.chance)
@@ -289,17 +294,16 @@ FUSION = Fusion(
 )
 
 
-@FUSION.anchor(lambda: spellings("linear", "matmul"))
+@FUSION.anchor(lambda: forms("linear", "matmul"))
 def down_projection(scope: Inputs, match: Match) -> Candidate | None:
     """A down-projection of a widened or dropped input that is trained."""
     site = _read(match.output_node())
     return AdapterInput(scope, site) if site is not None and not _is_of_a_pair(site) else None
 
 
-def _is_of_a_pair(site: Site) -> bool:
+def _is_of_a_pair(site: InputSite) -> bool:
     """Whether nothing is kept for a backward, and so few rows get a pair of kernels that cast x."""
-    x, out = tensor(site.x), tensor(site.linear)
-    assert x is not None and out is not None
+    x, out = value(site.x), value(site.linear)
     # Inside a transform of torch.func, a gradient is recorded where a value does not require one.
     kept = torch.is_grad_enabled() or out.requires_grad
     return not kept and known_true(x.shape.numel() <= FEW_ROWS * x.shape[-1])

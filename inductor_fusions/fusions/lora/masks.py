@@ -10,18 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph.products import (
-    CASTS,
-    MUL,
-    RESHAPES,
-    Product,
-    is_factor,
-    is_floating,
-    same_sizes,
-    scaled,
-    tensor,
-    value,
-)
+from ...graph.products import CASTS, MUL, RESHAPES, Product, is_factor, is_floating, same_sizes, scaled
+from ...operands import tensor, value
 from .op import NARROW_MM
 
 #: What a mask is drawn by, and what its seed comes from.

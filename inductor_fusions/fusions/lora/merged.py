@@ -33,7 +33,7 @@ from .second_product import made
 if TYPE_CHECKING:
     from ..._inductor import Match
 
-#: What gives the merged matrix another shape: its own.
+#: Views of the merged matrix: they give it the shape that it has already.
 _VIEWS = frozenset({"view", "reshape", "contiguous"})
 #: What a weight is computed by from the product of an adapter: LoHa, LoKr, and DoRA among others.
 _FROM = VIEWS | TRANSPOSES | CASTS | frozenset("add sub mul div neg contiguous getattr kron".split())

@@ -51,7 +51,8 @@ class _Term:
         return self if other is None else _Term(self.node, self.by + other.by, self.alone + other.alone)
 
 
-#: By what two terms are one: ("up", node), ("base", input, weight, whether by rows) or ("bias", node).
+#: The terms of a sum by key; terms with equal keys are added up. Keys are
+#: ("up", node), ("base", input, weight, whether by rows) or ("bias", node).
 _Terms = dict[tuple[Any, ...], _Term]
 
 
@@ -186,7 +187,7 @@ def normalised(up: fx.Node, scope: Inputs) -> Candidate | None:
 
 
 class Normalised(Candidate):
-    """Such a sum, which becomes the product of the vector with a sum.
+    """A sum that becomes the product of a vector with a sum.
 
     Args:
         base: the term of the linear.

@@ -39,7 +39,7 @@ class Known:
         return tables.columns_of(self, "tokens")
 
     def text(self, sizes: str, ranks: str, adapters: str = "adapters") -> str:
-        """In words, for reports: "128 x (64 -> 48), rank 16, bfloat16, adapters float32"."""
+        """The shape in words, for reports: "128 x (64 -> 48), rank 16, bfloat16, adapters float32"."""
         tokens = "?" if self.tokens is None else self.tokens
         own, narrow = (tables.dtype_name(dtype) for dtype in (self.dtype, self.adapters))
         return f"{tokens} x ({sizes}), rank {ranks}, {own}, {adapters} {narrow}"

@@ -31,11 +31,9 @@ from ...graph.products import (
     restored,
     scaled,
     summands,
-    tensor,
     through,
-    value,
 )
-from ...operands import holds
+from ...operands import holds, tensor, value
 from ...reasons import Reason, Said
 from .adapters import Adapter, Step, adapter_of, step, times_tensor, weighted
 from .columns import parts_of

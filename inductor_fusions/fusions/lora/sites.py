@@ -16,10 +16,10 @@ from ...fusion import Candidate, LeftToStock, Rejected, Scope, nodes_of
 from ...graph.builder import Builder, substitute
 from ...graph.facts import facts
 from ...graph.placement import Place, earliest, find
-from ...graph.products import PRODUCTS, Product, operands_of, products_of, scaled, value
-from ...operands import tokens_of
+from ...graph.products import PRODUCTS, Product, operands_of, products_of, scaled
+from ...operands import tokens_of, value
 from ...reasons import Reason
-from . import accumulate_sites, downs, gather, gradients, profit, round_trips, unread
+from . import accumulate_sites, downs, gather, gradients, profit, round_trips, unsupported
 from .adapters import Adapter, source, unrounded
 from .checks import check_adapter, check_shapes
 from .emitter import Emitter
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 #: Where products, and adapters that are not fused, are looked for.
-ANCHORS = (*PRODUCTS, *unread.BASES)
+ANCHORS = (*PRODUCTS, *unsupported.BASES)
 
 
 def candidates(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
@@ -46,7 +46,7 @@ def candidates(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     """
     graph, nodes = scope.graph, nodes_of(matches)
     yield from units.candidates(graph)
-    yield from unread.candidates([node for node in nodes if node.target in unread.BASES])
+    yield from unsupported.candidates([node for node in nodes if node.target in unsupported.BASES])
     products = products_of(node for node in nodes if node.target in PRODUCTS)
     found = linears(products)
     sums = read_sums(found)
@@ -285,8 +285,10 @@ class Adapted(Candidate):
     def _emit_down(
         self, down: downs.Down, moved: set[fx.Node], finish: list[Callable[[], None]]
     ) -> dict[fx.Node, tuple[fx.Node, fx.Node | None]]:
-        """Adds one skinny GEMM; returns its results by down-projection: as they are, and as the block
-        GEMM reads them, with the factor of the adapter, where that differs."""
+        """Add one skinny GEMM; returns the results of each down-projection.
+
+        The second of them is the form that the grouped GEMM reads, with the factor of the adapter, or None.
+        """
         dtype = value(self.group[0].bases[0].a).dtype
         scales = {a.down.node: a.scale for a in adapters_of(self.group) if a.middle is None}
 

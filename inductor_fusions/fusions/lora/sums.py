@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import fx
 
-from ...graph.products import additions_behind, product, summands, value
+from ...graph.products import additions_behind, product, summands
+from ...operands import value
 from ...reasons import Reason
 from .adapters import step
 from .recognise import BROADCAST, NO_PRODUCT, Linear, Reader, leads_to_adapter, sum_in

@@ -25,7 +25,8 @@ from ...block_mm.heuristics import choose
 from ...block_mm.op import BLOCK_MM, Call
 from ...fusion import Candidate, Fusion, Rejected, Scope
 from ...graph.builder import Builder, substitute
-from ...graph.products import RESHAPES, is_pointwise, kind, readers, same_sizes, through, value
+from ...graph.products import RESHAPES, is_pointwise, kind, readers, same_sizes, through
+from ...operands import value
 from ...reasons import Reason
 from .recognise import MEANS, Norm, norm_of
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-#: The arguments of `block_mm` in front of those of a norm.
+#: How many arguments `block_mm` has before those of a norm.
 _PLAIN = 11
 #: Which of them are the factors of the products.
 _SCALES = 5

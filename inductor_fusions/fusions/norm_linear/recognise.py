@@ -29,9 +29,8 @@ from ...graph.products import (
     same_sizes,
     scaled,
     through,
-    value,
 )
-from ...operands import holds
+from ...operands import holds, value
 from ...reasons import Reason
 
 aten = torch.ops.aten

@@ -20,13 +20,13 @@ from ...effects.scope import DynamoScope
 from ...effects.writes import storage
 from ...fusion import Candidate, Fusion, Reported
 from ...graph.builder import Builder
-from ...graph.torch_ops import spellings
+from ...graph.torch_ops import forms
 from ...layouts.keeping import Keeping
-from ...operands import check_device, check_kind, profitable, tensor, text
+from ...operands import check_device, check_kind, profitable, tensor, text, value
 from ...reasons import Reason
 from . import recognise
 from .op import OUTER_PRODUCT_LINEAR, dtypes, pairs
-from .recognise import Site
+from .recognise import OuterProductSite
 
 if TYPE_CHECKING:
     from ..._inductor import Match
@@ -37,7 +37,7 @@ __all__ = ["FUSION", "pairs"]
 class OuterProductLinear(Candidate):
     """A linear that reads every product of two features."""
 
-    def __init__(self, scope: DynamoScope, site: Site) -> None:
+    def __init__(self, scope: DynamoScope, site: OuterProductSite) -> None:
         self.scope, self.site, self.anchor = scope, site, site.linear
         self.note = ""
 
@@ -45,8 +45,7 @@ class OuterProductLinear(Candidate):
         return {name: text(tensor(getattr(self.site, name))) for name in ("u", "v", "w")}
 
     def savings(self) -> dict[str, int]:
-        u, v = tensor(self.site.u), tensor(self.site.v)
-        assert u is not None and v is not None
+        u, v = value(self.site.u), value(self.site.v)
         if not all(isinstance(size, int) for size in (*u.shape, *v.shape)):
             return {}
         # The row of products is written once, and read once.
@@ -74,8 +73,7 @@ class OuterProductLinear(Candidate):
             self.note = measured(out, operands)
 
     def rewrite(self) -> str:
-        site, out = self.site, tensor(self.anchor)
-        assert out is not None
+        site, out = self.site, value(self.anchor)
         keeping, factors = Keeping(self.scope.graph), (site.u, site.v)
         # The multiplication keeps a factor where the other one takes a gradient.
         trained = [(t := tensor(node)) is not None and t.requires_grad for node in factors]
@@ -84,8 +82,7 @@ class OuterProductLinear(Candidate):
         if out.requires_grad:
             u, v = (keeping.kept(node, self.anchor, by_eager) for node in factors)
         build = Builder(self.anchor)
-        w, held = site.w, tensor(site.w)
-        assert held is not None
+        w, held = site.w, value(site.w)
         if not site.by_rows:
             w = build.given(held.t(), "t", w)
         # Its shape, dtype, and whether it takes a gradient, are those of what it replaces.
@@ -148,13 +145,13 @@ FUSION = Fusion(
 )
 
 
-@FUSION.anchor(lambda: [*spellings("linear", "matmul", "addmm", "einsum"), F.bilinear, torch.conv1d])
+@FUSION.anchor(lambda: [*forms("linear", "matmul", "addmm", "einsum"), F.bilinear, torch.conv1d])
 def read(scope: DynamoScope, match: Match) -> Candidate | None:
     """A linear on a flattened outer product, and what computes the same otherwise."""
     node = match.output_node()
     site = recognise.site(node)
     if site is not None:
         return OuterProductLinear(scope, site)
-    how = recognise.unread(node)
+    how = recognise.unsupported(node)
     details = {"result": text(tensor(node))}
     return Reported(node, Reason.OUTER_PRODUCT.rejected(how), details) if how else None

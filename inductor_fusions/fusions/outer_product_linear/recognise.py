@@ -25,7 +25,7 @@ from ...operands import same_shape, tensor
 
 OTHER_ROWS = "the factors have different rows, such as all pairs of the rows of two tensors"
 _POINTWISE = frozenset("mul div relu tanh sigmoid dropout".split())
-#: What reads scores and logits, and what may be in between.
+#: Operations that read scores or logits, and operations that may be in between.
 _NORMALISED = frozenset("softmax _softmax log_softmax logsumexp cross_entropy exp".split())
 _SCORES = VIEWS | CASTS | TRANSPOSES | frozenset("mul div add sub masked_fill where".split())
 COLUMNS = "a convolution reads the products of the rows, as channels of each column"
@@ -35,7 +35,7 @@ _VIEWS = VIEWS | {"contiguous"}
 
 
 @dataclass(frozen=True)
-class Site:
+class OuterProductSite:
     """A linear and the outer product that it reads.
 
     Attributes:
@@ -55,7 +55,7 @@ class Site:
     chain: tuple[fx.Node, ...]
 
 
-def site(node: fx.Node) -> Site | None:
+def site(node: fx.Node) -> OuterProductSite | None:
     """The linear on a flattened outer product that a node is, if it is one."""
     found = linear_of(node)
     if found is None:
@@ -68,10 +68,10 @@ def site(node: fx.Node) -> Site | None:
     if outer is None:
         return None
     u, v, chain = outer
-    return Site(node, u, v, w, by_rows, bias, chain)
+    return OuterProductSite(node, u, v, w, by_rows, bias, chain)
 
 
-def unread(node: fx.Node) -> str:
+def unsupported(node: fx.Node) -> str:
     """Which other products of several tensors an operation multiplies by a weight; else ""."""
     op = read(node)
     if op is not None and op.name == "bilinear":
@@ -149,7 +149,7 @@ def _of_other_factors(op: Op, made: torch.Tensor, width: Any, inner: bool) -> st
 
 
 def _of_broadcast(op: Op, made: torch.Tensor, width: Any, inner: bool) -> str:
-    """The same of a product of columns and rows that are broadcast against each other."""
+    """Why a product of columns and rows that are broadcast against each other is left; else ""."""
     parts = [tensor(side) for side in (op.input, op["other"])]
     shapes = [part.shape for part in parts if part is not None and part.dim() == made.dim()]
     if len(shapes) != 2 or made.dim() < 3:
@@ -166,7 +166,7 @@ def _of_broadcast(op: Op, made: torch.Tensor, width: Any, inner: bool) -> str:
 
 
 def _of_other_einsum(op: Op, made: torch.Tensor, width: Any, inner: bool) -> str:
-    """The same of an einsum."""
+    """Why an outer product in an einsum is left; else ""."""
     text = op["equation"]
     if not isinstance(text, str) or "->" not in text or "," not in text:
         return ""

@@ -41,7 +41,7 @@ from ..._inductor import (
 )
 from ...effects.inplace import inputs, readers
 from ...fusion import Candidate, Fusion, Scope
-from ...graph.torch_ops import spellings
+from ...graph.torch_ops import forms
 from .permutations import permuted, permuted_for
 from .reductions import REDUCTIONS, Softmax, Sum, reduction_of
 from .returned import returned
@@ -63,7 +63,7 @@ FUSION = Fusion(
 )
 
 
-@FUSION.anchor(lambda: spellings(_SDPA, *REDUCTIONS))
+@FUSION.anchor(lambda: forms(_SDPA, *REDUCTIONS))
 def read(scope: Scope, match: Match) -> Iterator[Candidate]:
     """Graphs that stock's patterns would misread: around a softmax between two products, and before SDPA."""
     node = match.output_node()

@@ -11,7 +11,7 @@ from ...fusion import Candidate
 from ...graph.dims import permutation
 from ...graph.torch_ops import read
 from ...operands import same_shape, tensor
-from .respelling import Respelled
+from .equivalent import EquivalentRewrite
 from .walk import factors, name_of
 
 #: What may stand between a permutation and the product that reads it, and leaves its dims where they are.
@@ -20,7 +20,7 @@ _TRANSPARENT = {"contiguous", "clone", "expand", "to", "float", "half", "bfloat1
 _HEADS = (0, 2, 1, 3)
 
 
-class Permutation(Respelled):
+class Permutation(EquivalentRewrite):
     """A permutation of q, k or v that the pattern would take for another one."""
 
     def __init__(self, anchor: fx.Node, source: fx.Node, steps: list[tuple[int, ...]]) -> None:
@@ -36,7 +36,7 @@ class Permutation(Respelled):
 
 
 def permutation_of(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]] | None:
-    """(input, dims) of a transpose or permute of any spelling: result dim i is input dim `dims[i]`."""
+    """(input, dims) of a transpose or permute in any form: result dim i is input dim `dims[i]`."""
     op = read(node)
     dims = permutation(op) if op is not None else None
     if op is None or dims is None or not isinstance(op.input, fx.Node) or tensor(node) is None:
@@ -94,7 +94,7 @@ def permuted(product: fx.Node, output: fx.Node) -> Iterator[Candidate]:
     if permutations_of(factor(product, 1)) is None:
         return
     for node, index, is_key in ((product, 0, False), (product, 1, True), (output, 1, False)):
-        yield from respelled(factor(node, index), transposed=is_key)
+        yield from rewrites_of(factor(node, index), transposed=is_key)
 
 
 def permuted_for(call: fx.Node) -> Iterator[Candidate]:
@@ -108,10 +108,10 @@ def permuted_for(call: fx.Node) -> Iterator[Candidate]:
         operand = op[name]
         result = tensor(operand)
         if result is not None and result.dim() == 4:
-            yield from respelled(operand, transposed=False, copied=False)
+            yield from rewrites_of(operand, transposed=False, copied=False)
 
 
-def respelled(operand: Any, transposed: bool, copied: bool = True) -> Iterator[Candidate]:
+def rewrites_of(operand: Any, transposed: bool, copied: bool = True) -> Iterator[Candidate]:
     """The permutations of one operand, where its pattern would take them for others.
 
     Args:

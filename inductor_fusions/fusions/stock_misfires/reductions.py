@@ -11,14 +11,14 @@ from ...graph.dims import reduced
 from ...graph.torch_ops import read
 from ...layouts.leaving import settle
 from ...operands import tensor
-from .respelling import Respelled
+from .equivalent import EquivalentRewrite
 from .walk import name_of
 
 #: A softmax, and what is the sum of one that is written out.
 REDUCTIONS = ("softmax", "_softmax", "sum")
 
 
-class Softmax(Respelled):
+class Softmax(EquivalentRewrite):
     """A softmax that is not over the last dim."""
 
     def __init__(self, anchor: fx.Node, source: Any, dim: int) -> None:
@@ -34,7 +34,7 @@ class Softmax(Respelled):
         return f"softmax over dim {self.dim} between transposes"
 
 
-class Sum(Respelled):
+class Sum(EquivalentRewrite):
     """The sum of a softmax that is written out, not over the last dim."""
 
     def __init__(self, anchor: fx.Node, source: Any, dims: tuple[int, ...]) -> None:

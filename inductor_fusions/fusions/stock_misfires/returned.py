@@ -10,10 +10,10 @@ from ..._inductor import is_wrapper, records_gradients
 from ...fusion import Candidate
 from ...layouts.leaving import is_returned, settle
 from ...operands import tensor
-from .respelling import Respelled
+from .equivalent import EquivalentRewrite
 
 
-class Returned(Respelled):
+class Returned(EquivalentRewrite):
     """A result of which the caller gets a copy: Inductor drops it where nothing keeps the result."""
 
     reported = False

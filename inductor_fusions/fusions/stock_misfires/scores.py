@@ -13,13 +13,13 @@ from ...effects.inplace import readers
 from ...fusion import Candidate
 from ...graph.facts import change
 from ...graph.torch_ops import read
-from ...operands import tensor
+from ...operands import tensor, value
 from ...reasons import Reason
-from .respelling import Respelled
+from .equivalent import EquivalentRewrite
 from .walk import PRODUCTS, between, factors, name_of
 
 
-class Alpha(Respelled):
+class Alpha(EquivalentRewrite):
     """An addition with a factor for its second operand."""
 
     def guard(self) -> None:
@@ -36,8 +36,7 @@ class Alpha(Respelled):
         node = self.anchor
         first, other = self._operands()
         alpha: Any = node.kwargs["alpha"]
-        added, result = tensor(other), tensor(node)
-        assert result is not None
+        added, result = tensor(other), value(node)
         if added is not None and added.dtype != result.dtype:  # add casts first
             other = self.call("to", other, result.dtype)
         scaled = self.call(operator.mul, other, alpha) if isinstance(other, fx.Node) else other * alpha
@@ -46,7 +45,7 @@ class Alpha(Respelled):
         return "alpha as a multiplication"
 
 
-class Divisor(Respelled):
+class Divisor(EquivalentRewrite):
     """A division of the scores, or of q, that a pattern would take for one by sqrt(head_dim)."""
 
     def guard(self) -> None:

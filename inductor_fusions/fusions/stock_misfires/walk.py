@@ -19,7 +19,7 @@ PRODUCTS = {
 
 
 def name_of(node: Any) -> str:
-    """The operation of a call node, in whatever spelling, or ""."""
+    """The operation of a call node, in any form, or ""."""
     op = read(node)
     return "" if op is None else op.name
 

@@ -8,12 +8,13 @@ kernels as it does its own. On devices without them the operations are what torc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ....decisions.devices import OLDEST
 from ....lowering import define
 
 #: Dtypes of q, k and v that the kernels take.
@@ -24,8 +25,6 @@ MASKS = (torch.float32, torch.bfloat16, torch.float16)
 MOST_DIM = 256
 #: Rows of a tile at most: queries of heads that share keys.
 MOST_ROWS = 32
-#: Compute capability from which on they compile.
-CAPABILITY = (8, 0)
 
 
 def _called(fn: Callable[..., Any], *args: Any) -> Any:
@@ -33,7 +32,7 @@ def _called(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def lowest_of(mask: Any, dtype: torch.dtype, call: Callable[..., Any] = _called) -> Any:
-    """Up to which number an additive mask hides a key from a query: (B or 1, H or 1, Q or 1).
+    """The largest number with which an additive mask hides a key from a query: (B or 1, H or 1, Q or 1).
 
     That is the lowest number of its dtype. Beside a key that it does not hide, the weight of such a key is
     exp(lowest - highest) = 0. Where it hides all keys of a query with that number, it hides none: the scores
@@ -50,7 +49,7 @@ def lowest_of(mask: Any, dtype: torch.dtype, call: Callable[..., Any] = _called)
 def _has_kernel(q: Tensor) -> bool:
     """Whether there are kernels for the device of a tensor."""
     is_nvidia = q.is_cuda and torch.version.hip is None
-    return is_nvidia and torch.cuda.get_device_capability(q.device) >= CAPABILITY
+    return is_nvidia and torch.cuda.get_device_capability(q.device) >= OLDEST
 
 
 def _launches(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *_: Any) -> bool:
@@ -159,31 +158,3 @@ DECODE_TILES = define(
 DECODE_ATTENTION = define(
     "decode_attention", _decode_attention, _empty_attention, flops=_flops, launches=_launches
 )
-
-
-def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale: float | None = None,
-    causal: bool = False, tiles: Sequence[int],
-) -> Tensor:  # fmt: skip
-    """softmax(scale * q @ k^T, masked) @ v in inference, for at most 16 queries.
-
-    Args:
-        q: queries, shape (B, H, Q, D), any strides, as all others.
-        k: keys, shape (B, kv_heads, K, D), where kv_heads divides H.
-        v: values, shape (B, kv_heads, K, E).
-        mask: shape (B or 1, H or 1, Q or 1, K): boolean, True where a key is seen, or floating, added to the
-            scores in float32. None: each query sees each key.
-        scale: default D ** -0.5.
-        causal: query i sees the keys j <= i only; not beside a mask.
-        tiles: keys of a tile, parts of the keys, warps and stages.
-
-    Returns:
-        Shape (B, H, Q, E) in the dtype of q. A fully masked row is zero.
-    """
-    lowest = None if mask is None or mask.dtype == torch.bool else lowest_of(mask, mask.dtype)
-    listed = None if mask is None else DECODE_TILES(mask, lowest, k.shape[1], tiles[0])
-    scale = float(q.shape[3]) ** -0.5 if scale is None else scale
-    found: Tensor = DECODE_ATTENTION(
-        q, k, v, mask, lowest, listed, scale, causal, int(q.shape[2]), list(tiles)
-    )
-    return found

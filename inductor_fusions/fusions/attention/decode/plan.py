@@ -11,9 +11,10 @@ import torch
 from .... import decisions
 from ...._inductor import hint, known_true
 from ....decisions import tables
+from ....decisions.devices import OLDEST
 from ....graph import torch_ops
 from ..problem import Problem
-from .op import CAPABILITY, DTYPES, MASKS, MOST_DIM, MOST_ROWS
+from .op import DTYPES, MASKS, MOST_DIM, MOST_ROWS
 
 #: Types of devices that there are kernels for.
 DEVICES = frozenset({"cuda"})
@@ -115,7 +116,7 @@ def refused(problem: Problem) -> str:
     device = problem.q.value.device
     if device.type not in DEVICES or (device.type == "cuda" and torch.version.hip is not None):
         return f"no kernel for devices of type {device.type}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
         return "the device is older than compute capability 8.0"
     if problem.train or problem.transformed:
         return "it has no backward"

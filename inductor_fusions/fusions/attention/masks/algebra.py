@@ -13,12 +13,12 @@ from .values import (
     And,
     Atom,
     Bool,
-    Choice,
     Data,
     Element,
     NonNegative,
     Not,
     Or,
+    Select,
     Value,
     affine,
     identity,
@@ -112,12 +112,12 @@ def negation_of(value: Bool | None) -> Bool | None:
     return None if value is None else negation(value)
 
 
-def as_number(value: Value) -> Affine | Choice | None:
+def as_number(value: Value) -> Affine | Select | None:
     """A condition as 1 and 0."""
     if isinstance(value, bool):
         return Affine(int(value))
     if isinstance(value, BOOL):
-        return Choice(value, Affine(1), Affine(0))
+        return Select(value, Affine(1), Affine(0))
     return None if isinstance(value, Data) else value
 
 
@@ -133,26 +133,26 @@ def choose(condition: Bool | None, then: Value, otherwise: Value) -> Value:
         return disjunction([conjunction([condition, then]), conjunction([negation(condition), otherwise])])
     then, otherwise = as_number(then), as_number(otherwise)
     # A branch that chooses by the same condition again has chosen already.
-    if isinstance(then, Choice) and then.condition in (condition, negation(condition)):
+    if isinstance(then, Select) and then.condition in (condition, negation(condition)):
         then = then.then if then.condition == condition else then.otherwise
-    if isinstance(otherwise, Choice) and otherwise.condition in (condition, negation(condition)):
+    if isinstance(otherwise, Select) and otherwise.condition in (condition, negation(condition)):
         otherwise = otherwise.otherwise if otherwise.condition == condition else otherwise.then
     # A nested choice of the same outer value: where(a, where(b, x, y), y) is where(a and b, x, y).
-    if isinstance(then, Choice) and isinstance(otherwise, Affine):
+    if isinstance(then, Select) and isinstance(otherwise, Affine):
         if then.otherwise == otherwise:
             return choose(conjunction([condition, then.condition]), then.then, otherwise)
         if then.then == otherwise:
             return choose(conjunction([condition, negation(then.condition)]), then.otherwise, otherwise)
-    if isinstance(otherwise, Choice) and isinstance(then, Affine):
+    if isinstance(otherwise, Select) and isinstance(then, Affine):
         return choose(negation(condition), otherwise, then)
     if isinstance(then, Affine) and isinstance(otherwise, Affine):
-        return then if then == otherwise else Choice(condition, then, otherwise)
+        return then if then == otherwise else Select(condition, then, otherwise)
     return None
 
 
 def branches(value: Value) -> tuple[Affine, ...]:
     """The affine values that a number may have: one, or the two of a choice; none of anything else."""
-    if isinstance(value, Choice):
+    if isinstance(value, Select):
         return (value.then, value.otherwise)
     return (value,) if isinstance(value, Affine) else ()
 
@@ -162,7 +162,7 @@ def map_parts(value: Value, function: Callable[[Affine], Affine | None]) -> Valu
     value = as_number(value)
     if isinstance(value, Affine):
         return function(value)
-    if isinstance(value, Choice):
+    if isinstance(value, Select):
         return choose(value.condition, function(value.then), function(value.otherwise))
     return None
 
@@ -170,7 +170,7 @@ def map_parts(value: Value, function: Callable[[Affine], Affine | None]) -> Valu
 def combine(left: Value, right: Value, function: Callable[[Affine, Affine], Affine | None]) -> Value:
     """Apply a function of two affine values, also where they are choices, if two values come of it."""
     left, right = as_number(left), as_number(right)
-    if isinstance(left, Choice):
+    if isinstance(left, Select):
         then, otherwise = (combine(branch, right, function) for branch in (left.then, left.otherwise))
         return choose(left.condition, then, otherwise)
     return map_parts(right, lambda r: function(left, r)) if isinstance(left, Affine) else None
@@ -189,9 +189,9 @@ def compare(name: str, left: Value, right: Value) -> Bool | None:
     left, right = as_number(left), as_number(right)
     if left is None or right is None:
         return None
-    if isinstance(left, Choice):
+    if isinstance(left, Select):
         return _compared(name, left, True, lambda branch: compare(name, branch, right))
-    if isinstance(right, Choice):
+    if isinstance(right, Select):
         return _compared(name, right, False, lambda branch: compare(name, left, branch))
     if left.is_constant and right.is_constant and isinstance(left.const, (int, float)):
         if isinstance(right.const, (int, float)):
@@ -208,7 +208,7 @@ def compare(name: str, left: Value, right: Value) -> Bool | None:
     return conjunction([settled(NonNegative(difference)), settled(NonNegative(reverse))])
 
 
-def _compared(name: str, value: Choice, left: bool, of: Callable[[Affine], Bool | None]) -> Bool | None:
+def _compared(name: str, value: Select, left: bool, of: Callable[[Affine], Bool | None]) -> Bool | None:
     """A comparison of a choice, from that of each branch.
 
     Args:
@@ -225,7 +225,7 @@ def _compared(name: str, value: Choice, left: bool, of: Callable[[Affine], Bool 
     return (conjunction if larger == left else disjunction)([then, otherwise])
 
 
-def _is_larger(value: Choice) -> bool | None:
+def _is_larger(value: Select) -> bool | None:
     """Whether a choice is the larger of its branches, as |x| is; False for the smaller, None for neither."""
     difference = value.then - value.otherwise
     if not isinstance(value.condition, NonNegative) or value.condition.value.is_constant:
@@ -245,7 +245,7 @@ def _is_larger(value: Choice) -> bool | None:
 def magnitude(value: Value) -> Value:
     """|value|, over integers; of an integer of the data it may wrap around."""
     value = as_number(value)
-    if isinstance(value, Choice):
+    if isinstance(value, Select):
         return choose(value.condition, magnitude(value.then), magnitude(value.otherwise))
     if not isinstance(value, Affine):
         return None
@@ -300,7 +300,7 @@ def substitute(
             return None if inner is None else settled(NonNegative(inner))
         return of_element(x) if isinstance(x, Element) else None  # elsewhere it is another unknown
 
-    if isinstance(value, Choice):
+    if isinstance(value, Select):
         condition = rebuilt(value.condition, of_leaf)
         return choose(condition, of_affine(value.then), of_affine(value.otherwise))
     if isinstance(value, Affine):

@@ -24,7 +24,7 @@ from .proofs import LARGEST_FILL
 #: "low", "high"   numbers that hide a key, or raise one above all others
 #: "mask"          a tensor that the graph is given: 0 and low numbers, or 0 and 1 that the graph makes low
 #: "mask low", "mask high"     the same, and in which direction, where it varies over the keys
-#: "data"          numbers that are given, learned or computed of such: they do not bear to be rounded
+#: "data"          numbers that are given, learned or computed of such: rounding changes them
 Contents = frozenset[str]
 
 _NOTHING: Contents = frozenset()

@@ -10,7 +10,7 @@ import torch
 from ....graph.torch_ops import value as value_of
 from .algebra import as_bool, choose
 from .proofs import bounds
-from .values import Affine, Choice, Data, Element, Number, Value, is_integral
+from .values import Affine, Data, Element, Number, Select, Value, is_integral
 
 #: A dim whose size is symbolic is taken to be no longer than this, and an integer of the data no larger.
 LONGEST = 2**20
@@ -27,7 +27,7 @@ def held(value: Value, dtype: torch.dtype, shape: Sequence[Number]) -> Value:
         return as_bool(value)  # True + True is True
     if isinstance(value, Data):
         return value if value_of(value.element.node).dtype == dtype else None
-    if isinstance(value, Choice):
+    if isinstance(value, Select):
         return choose(value.condition, _held(value.then, dtype, shape), _held(value.otherwise, dtype, shape))
     return _held(value, dtype, shape) if isinstance(value, Affine) else value
 

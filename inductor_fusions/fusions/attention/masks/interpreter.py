@@ -56,7 +56,7 @@ class Interpreter:
         self.mutations = mutations
         self._bindings = bindings or {}
         self._memo: dict[fx.Node, Value] = dict(known or {})
-        #: The operation that is read now, and how many are read inside each other.
+        #: The operation that is being read, and the depth of nested reads.
         self._reader: fx.Node | None = None
         self._depth = 0
 
@@ -284,9 +284,9 @@ ELEMENTWISE = torch_ops.COPIES | frozenset(
 )
 #: Operations whose result, written over their first operand, is what they give otherwise.
 IN_PLACE = frozenset({"add", "sub", "mul", "masked_fill", "bitwise_and", "bitwise_or"})
-#: How many overwritten values are read inside each other.
+#: The largest depth of nested reads of overwritten values.
 DEEPEST = 40
-#: What a mask is made of, at most: one that is larger is read as data. What reads a value twice has it twice.
+#: The most parts of a value: a larger one is read as data. A value that is read twice counts twice.
 LARGEST = 256
 
 
@@ -307,7 +307,7 @@ def _covers(index: tuple[Any, ...], shape: Sequence[Any]) -> bool:
 
 #: The value of an operation, from those of its arguments.
 Rule = Callable[[Interpreter, torch_ops.Op], Value]
-#: By the name of the operation, as `torch_ops` has it. Modules of rules fill it in.
+#: The rule of each operation, by its name in `torch_ops`. The modules of rules fill it in.
 RULES: dict[str, Rule] = {}
 
 

@@ -29,7 +29,7 @@ from .values import BOOL, Affine, NonNegative, Value, affine
 
 
 def _promoted(interpreter: Interpreter, op: torch_ops.Op) -> tuple[Value, Value]:
-    """Both operands, as they are in the dtype that the operation brings them to."""
+    """Both operands in the dtype to which the operation promotes them."""
     given = op.input, op["other"]
     kinds = [_number_of(torch_ops.value(each)) for each in given]
     if any(kind is None for kind in kinds):
@@ -72,7 +72,7 @@ def _abs(interpreter: Interpreter, op: torch_ops.Op) -> Value:
 
 @rule("log")
 def _log(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    """Of a mask of ones and zeros: 0 and -inf. Other logarithms are rounded."""
+    """The logarithm of a mask of ones and zeros: 0 and -inf. Other logarithms are rounded."""
 
     def logarithm(x: Affine) -> Affine | None:
         if not x.is_constant or not isinstance(x.const, (int, float)) or x.const not in (0, 1):
@@ -84,7 +84,7 @@ def _log(interpreter: Interpreter, op: torch_ops.Op) -> Value:
 
 @rule("sqrt")
 def _sqrt(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    """Of a number, as in `scores / torch.sqrt(torch.tensor(d))`."""
+    """The root of a number, as in `scores / torch.sqrt(torch.tensor(d))`."""
 
     def root(x: Affine) -> Affine | None:
         known = x.is_constant and isinstance(x.const, (int, float)) and x.const >= 0

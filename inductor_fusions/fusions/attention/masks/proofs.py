@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ...._inductor import known_true
 from .algebra import negation, rebuilt
-from .values import Affine, Bool, Choice, NonNegative, Number, Value
+from .values import Affine, Bool, NonNegative, Number, Select, Value
 
 
 def classify(mask: Bool | None, shape: Sequence[Number]) -> str:
@@ -78,7 +78,7 @@ def visibility(value: Value, factor: float = 1.0, cancels: bool = True) -> tuple
         shift = value.const * factor
         if abs(shift) <= LARGEST_SHIFT if cancels else shift == 0:
             return True, 0.0
-    if not isinstance(value, Choice):
+    if not isinstance(value, Select):
         return None
     if not value.then.is_constant or not value.otherwise.is_constant:
         return None
@@ -93,7 +93,7 @@ def visibility(value: Value, factor: float = 1.0, cancels: bool = True) -> tuple
 #: Scores are taken to stay far above this, so that a masked key has weight exp(-10000) = 0: -10000, as
 #: bfloat16 rounds it.
 LARGEST_FILL = -9984.0
-#: A number that is added to all scores of a row is not seen, unless they lose their digits in it.
+#: A softmax cancels a number that is added to all scores of a row; above this one, they lose digits.
 LARGEST_SHIFT = 1e3
 
 

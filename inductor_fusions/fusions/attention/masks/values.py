@@ -5,7 +5,7 @@ Everything is a function of the indices (..., q, k) of a tensor, whose dims are 
 
     Affine      const + sum(coeff * atom), an atom being the index of a dim or an element of a tensor
     condition   And / Or / Not over `affine >= 0` and over elements of boolean tensors
-    Choice      one affine value where a condition holds, else another    (where, masked_fill)
+    Select      one affine value where a condition holds, else another    (where, masked_fill)
     Data        an element of a tensor, such as a float, that nothing can be computed with
 
 An `Element` is data: a tensor read at indices that are affine themselves. Nothing is known of its value,
@@ -148,7 +148,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Select:
     """`then` where `condition` holds, else `otherwise`."""
 
     condition: Bool
@@ -157,7 +157,7 @@ class Choice:
 
 
 Bool = bool | NonNegative | Not | And | Or | Element | Unknown
-Value = Affine | Bool | Choice | Data | None
+Value = Affine | Bool | Select | Data | None
 
 BOOL = (bool, NonNegative, Not, And, Or, Element, Unknown)
 
@@ -184,7 +184,7 @@ def within(value: Any) -> Iterator[Any]:
             inner = (value.element,)
         case And() | Or():
             inner = value.operands
-        case Choice():
+        case Select():
             inner = (value.condition, value.then, value.otherwise)
     for each in inner:
         yield from within(each)
@@ -212,7 +212,7 @@ def size(value: Value) -> int:
         return sum(map(size, value.operands))
     if isinstance(value, Not):
         return size(value.operand)
-    if isinstance(value, Choice):
+    if isinstance(value, Select):
         return size(value.condition) + size(value.then) + size(value.otherwise)
     return 1
 

@@ -112,7 +112,7 @@ class Call:
         )
 
     def _find_period(self) -> Any:
-        """After how many samples the masks repeat; symbolic where that is the whole batch."""
+        """The number of samples after which the masks repeat; symbolic if it is the whole batch."""
         sizes = [_inductor.sizes(mask)[0] for mask in self.masks]
         if any(size == self.shape[0] for size in sizes):
             return self.shape[0]

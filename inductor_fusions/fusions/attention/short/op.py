@@ -98,7 +98,7 @@ def _faults(
 
 
 def period(masks: Sequence[Tensor]) -> Any:
-    """After how many samples the masks repeat."""
+    """The number of samples after which the masks repeat."""
     found: Any = 1
     for mask in masks:
         if mask.shape[0] > found:

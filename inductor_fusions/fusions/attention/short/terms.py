@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
-from ...._inductor import hint, known_true
+from ...._inductor import known_true
+from ....decisions import devices
 from ....graph import torch_ops
 from ....operands import same_shape, tokens_of
 from ..normal_form import Term
@@ -21,8 +21,6 @@ from .lowering import DTYPES, MOST_MASKS
 
 #: Types of devices that there are kernels for.
 DEVICES = frozenset({"cuda"})
-#: Compute capability from which on they compile.
-CAPABILITY = (8, 0)
 
 
 def refused(problem: Problem) -> str:
@@ -30,7 +28,7 @@ def refused(problem: Problem) -> str:
     device = problem.q.value.device
     if device.type not in DEVICES:
         return f"no kernel for devices of type {device.type}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < devices.OLDEST:
         return "the device is older than compute capability 8.0"
     if problem.transformed:
         return "torch.func.grad is not supported"
@@ -93,11 +91,7 @@ def _summands(term: Term, whole: Operand, problem: Problem) -> list[Operand]:
     if any(part is None for part in parts):
         return [whole]
     found = [part for part in parts if part is not None]
-    return found if sum(_size(part) for part in found) < _size(whole) else [whole]
-
-
-def _size(operand: Operand) -> int:
-    return prod(hint(size) for size in operand.shape)
+    return found if sum(part.numel for part in found) < whole.numel else [whole]
 
 
 def _repeat_together(problem: Problem) -> bool:

@@ -7,7 +7,7 @@ import torch
 
 from inductor_fusions import testing
 from tests.attention.support import HEADS, Q_LEN, cases, check, flex_everywhere, qkv, rand
-from tests.attention.test_sinks import SLACK, causal, check_rows_that_see_no_key, window
+from tests.attention.test_sinks import SLACK, causal, check_fully_masked_rows, window
 
 
 def attention(
@@ -105,9 +105,9 @@ def test_wider_output() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "flex"])
-def test_rows_that_see_no_key(kernel: str) -> None:
+def test_fully_masked_rows(kernel: str) -> None:
     """Their logsumexp is the lowest number, and the factor 0."""
-    check_rows_that_see_no_key(attention, kernel)
+    check_fully_masked_rows(attention, kernel)
 
 
 def test_shift() -> None:

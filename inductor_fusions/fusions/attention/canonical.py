@@ -37,46 +37,29 @@ def is_autocast(site: Attention) -> bool:
     return result is not None and result.dtype != torch.promote_types(site.q.value.dtype, site.k.value.dtype)
 
 
-def pose(site: Attention, interpreter: Interpreter) -> Problem:
+def canonicalise(site: Attention, interpreter: Interpreter) -> Problem:
     """The problem that a recognised attention poses.
 
     Raises:
         Rejected: where dims do not line up, or dtypes cannot be settled.
     """
-    q, k, v = site.q, site.k, site.v
-    if not known_true(q.shape[-1] == k.shape[-1]) or not known_true(k.shape[-2] == v.shape[-2]):
-        raise Reason.SHAPES.rejected("the sizes of q, k and v do not match")
-    result, output = torch_ops.tensor(site.product), torch_ops.tensor(site.output)
-    assert result is not None and output is not None
-    dtype = result.dtype
-    if not is_autocast(site):
-        q, k, v = _one_dtype(q, k, v, interpreter.mutations, site.output)
-        dtype = q.value.dtype
-    _check_casts(site, dtype, output.dtype)
+    q, k, v, dtype = _settled(site, interpreter.mutations)
     lead, grouped = _batch_and_heads(site)
     target = (*lead[:-2], product(lead[-2:])) if grouped else lead
     q = _moved(q.expand((*site.lead, *q.shape[-2:])), site.lead, target)
     if grouped:
-        # Keys and values are broadcast over the last leading dim: it holds groups of query heads.
-        short = lead[:-1]
-        short_k, short_v = (_dropped(t, len(lead)).expand((*short, *t.shape[-2:])) for t in (k, v))
-        wide = [t.padded(len(lead) + 2).expand((*lead, *t.shape[-2:])) for t in (k, v)]
-        full_k, full_v = (t.reshape((*target, *t.shape[-2:])) for t in wide)
+        (short_k, short_v), (full_k, full_v) = _grouped(k, v, lead, target)
     else:
         k, v = _moved(k, site.lead, target), _moved(v, site.results[0].lead, target)
         full_k, full_v = _whole(k, target), _whole(v, target)
-        short_k, short_v = few_heads(k, v, target, interpreter.mutations, site.output)
+        short_k, short_v = own_heads(k, v, target, interpreter.mutations, site.output)
     zeroed = zeroed_fills(site, interpreter)
     value_scalers, behind = _by_keys(_scalers(site.behind, target))
     hides_rows = any(kind in ("hide", "show") for kind, _ in behind)
     if hides_rows:
         check_hidden_rows(site)
-    lengths = (q.shape[-2], k.shape[-2])
-    left = structure.remaining(site.terms, lengths, interpreter, site.sink is None)
-    causal = left is None
+    left = structure.remaining(site.terms, (q.shape[-2], k.shape[-2]), interpreter, site.sink is None)
     terms = [(t, _term_operand(t, target, interpreter)) for t in left or []]
-    # As predicates know it: where hidden scores are -inf, a row without a key is zero.
-    hidden = [(replace(t, fill=-math.inf) if t in zeroed else t, operand) for t, operand in terms]
     parts: list[Stage | Attention] = [*site.stages, site]
     scalers, *late_scalers = [_scalers(part.scalers, target) for part in parts]
     key_scalers, scalers = _by_keys(scalers)
@@ -87,37 +70,52 @@ def pose(site: Attention, interpreter: Interpreter) -> Problem:
             )
         short_k, short_v = full_k, full_v
     problem = Problem(
-        q=q,
-        k=short_k,
-        v=short_v,
-        full_k=full_k,
-        full_v=full_v,
-        scale=site.scale,
-        dropout=site.dropout,
-        causal=causal,
+        q=q, k=short_k, v=short_v, full_k=full_k, full_v=full_v, scale=site.scale, dropout=site.dropout,
+        causal=left is None, dtype=dtype, results=site.results, output=site.output,
         terms=[
             (finite(t) if t in zeroed or (hides_rows and t.fill is not None) else t, operand)
             for t, operand in terms
         ],
-        dtype=dtype,
-        results=site.results,
-        scalers=scalers,
-        late_scalers=late_scalers,
-        behind=behind,
-        key_scalers=key_scalers,
+        scalers=scalers, late_scalers=late_scalers, behind=behind, key_scalers=key_scalers,
         value_scalers=value_scalers,
         train=_needs_grad(site.q.node, site.k.node, *(r.v.node for r in site.results), *site.outputs),
         stages=[_stage(stage, target, interpreter) for stage in site.stages],
         sink=_sink(site, target, interpreter),
-        structure=_structure(causal, hidden, site, target, interpreter),
-        output=site.output,
+        structure=_structure(left is None, _as_infinite(terms, zeroed), site, target, interpreter),
         zeros=_together([(operand, t.hides) for t, operand in terms if t in zeroed]),
         overwritten=interpreter.mutations.touch,
         version=interpreter.mutations.last,
-    )
+    )  # fmt: skip
     if any(value.device != q.value.device for value in _added(problem)):
         raise Reason.MASK.rejected("a mask or a bias is a scalar tensor on another device")
     return problem
+
+
+def _settled(site: Attention, mutations: Mutations) -> tuple[Operand, Operand, Operand, torch.dtype]:
+    """q, k and v of fitting sizes, and the dtype to compute in."""
+    q, k, v = site.q, site.k, site.v
+    if not known_true(q.shape[-1] == k.shape[-1]) or not known_true(k.shape[-2] == v.shape[-2]):
+        raise Reason.SHAPES.rejected("the sizes of q, k and v do not match")
+    dtype = torch_ops.value(site.product).dtype
+    if not is_autocast(site):
+        q, k, v = _one_dtype(q, k, v, mutations, site.output)
+        dtype = q.value.dtype
+    _check_casts(site, dtype, torch_ops.value(site.output).dtype)
+    return q, k, v, dtype
+
+
+def _grouped(
+    k: Operand, v: Operand, lead: Sequence[Any], target: Sequence[Any]
+) -> tuple[list[Operand], list[Operand]]:
+    """k and v with their own heads, and repeated, if the last leading dim holds heads of q that share one."""
+    own = [_dropped(t, len(lead)).expand((*lead[:-1], *t.shape[-2:])) for t in (k, v)]
+    wide = [t.padded(len(lead) + 2).expand((*lead, *t.shape[-2:])) for t in (k, v)]
+    return own, [t.reshape((*target, *t.shape[-2:])) for t in wide]
+
+
+def _as_infinite(terms: list[tuple[Term, Operand]], zeroed: list[Term]) -> list[tuple[Term, Operand]]:
+    """The terms as a predicate knows them: where masked scores are -inf, a fully masked row is zero."""
+    return [(replace(t, fill=-math.inf) if t in zeroed else t, operand) for t, operand in terms]
 
 
 def _check_casts(site: Attention, *dtypes: torch.dtype) -> None:
@@ -297,7 +295,7 @@ def _whole(operand: Operand, lead: Sequence[Any]) -> Operand:
     return operand.expand((*lead, *operand.shape[-2:]))
 
 
-def few_heads(
+def own_heads(
     k: Operand, v: Operand, lead: Sequence[Any], mutations: Mutations, reader: fx.Node
 ) -> tuple[Operand, Operand]:
     """Keys and values with the heads that they had before they were repeated, batch expanded.

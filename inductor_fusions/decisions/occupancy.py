@@ -1,7 +1,7 @@
-"""How full a problem keeps a device: what a kernel gains or loses there, beside what sizes say of it.
+"""Corrections of estimated gains for how many multiprocessors of a device a problem keeps busy.
 
-Multiprocessors work on thread blocks in waves, of which the last one may be nearly empty. Sizes that differ
-little may differ by a wave, and a kernel that has few thread blocks leaves multiprocessors idle.
+Multiprocessors run thread blocks in waves, and the last wave may be nearly empty (wave quantization). Sizes
+that differ little may differ by a wave. A kernel with few thread blocks leaves multiprocessors idle.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ OWN_TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (64, 64))
 LIBRARY_TILES = (*OWN_TILES, (192, 192), (192, 128), (128, 192), (256, 192), (320, 128), (256, 64))
 #: Queries, or keys in the backward, of a thread block of SDPA's kernels.
 BLOCK = 128
-#: How much of this shows in the measured gains: half has the least error on rows left out.
+#: The share of a correction that is applied: half of it has the least error on rows that were left out.
 SHOWN = 0.5
 
 
 @functools.lru_cache(maxsize=4096)  # an estimate asks for each row of a table
-def waves(rows: int, widths: tuple[int, ...], processors: int) -> float:
-    """What a grouped GEMM gains over single ones by how its tiles fill the device.
+def wave_quantization(rows: int, widths: tuple[int, ...], processors: int) -> float:
+    """What a grouped GEMM gains over single ones because its tiles fill the waves better.
 
     2,048 x 2,304 results are 144 tiles of 128 x 256, which is one more wave than 132 multiprocessors take at
     once, and 132 tiles of 192 x 192, which the library has.
@@ -47,7 +47,7 @@ def waves(rows: int, widths: tuple[int, ...], processors: int) -> float:
     return SHOWN * math.log(single / time(widths, OWN_TILES))
 
 
-def blocks(batch_heads: int, queries: int, keys: int, train: bool, processors: int) -> float:
+def idle_multiprocessors(batch_heads: int, queries: int, keys: int, train: bool, processors: int) -> float:
     """What attention by SDPA loses by having fewer thread blocks than the device has multiprocessors.
 
     The forward has one for each 128 queries of a head, the backward one for each 128 keys. The products with

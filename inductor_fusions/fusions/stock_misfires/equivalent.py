@@ -9,11 +9,11 @@ from torch import fx
 from ..._inductor import is_batched
 from ...fusion import Candidate
 from ...graph.builder import Builder
-from ...operands import tensor
+from ...operands import tensor, value
 from ...reasons import Reason
 
 
-class Respelled(Candidate):
+class EquivalentRewrite(Candidate):
     """An operation that is written in another way."""
 
     def __init__(self, anchor: fx.Node, source: Any) -> None:
@@ -36,8 +36,7 @@ class Respelled(Candidate):
 
     def dtype_option(self) -> dict[str, Any]:
         """`dtype=` where the result has another dtype than the input."""
-        before, after = tensor(self.source), tensor(self.anchor)
-        assert before is not None and after is not None
+        before, after = value(self.source), value(self.anchor)
         return {} if before.dtype == after.dtype else {"dtype": after.dtype}
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

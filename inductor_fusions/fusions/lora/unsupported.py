@@ -23,10 +23,9 @@ from ...graph.products import (
     product,
     readers,
     summands,
-    tensor,
     through,
-    value,
 )
+from ...operands import tensor, value
 from ...reasons import Reason
 from .adapters import MOST_RANK, is_low_rank, step
 
@@ -55,7 +54,7 @@ ROTATED = Reason.LIMIT(
     "blocks of the columns of the linear's input are multiplied by a matrix each (OFT), a batch of products, "
     "and the kernels support one matrix each"
 )
-REPEATED = Reason.SHAPES("the result of a narrow product is repeated to the columns of the base (MoRA)")
+REPEATED = Reason.SHAPES("the result of a skinny GEMM is repeated to the columns of the base (MoRA)")
 MERGED = Reason.MERGED(
     "the matrices of a batch, one for each expert, are added to products of low rank in each step"
 )

@@ -153,13 +153,13 @@ def test_without_the_passes_there_is_no_kernel() -> None:
 
 @pytest.mark.parametrize("width", [60, 64])
 def test_direct_call_with_odd_strides(width: int) -> None:
-    """Bulk copies would read them wrongly: the products one by one."""
+    """Bulk copies, which so many tiles are read by, would read them wrongly: the products one by one."""
 
     def fn(x: Any, w: Any, v: Any) -> Any:
         return ops.block_mm([x, x], [w.t(), v.t()])
 
     with torch.no_grad():
-        module = generate(fn, (rand(400, width), rand(256, width), rand(256, width))).forward
+        module = generate(fn, (rand(8192, width), rand(4096, width), rand(4096, width))).forward
     assert bool(module.kernels) == (width == 64)
     assert len(module.extern_calls) == (0 if width == 64 else 2)
 

@@ -135,13 +135,13 @@ def sigmoid_of_few_pairs(a: Any, b: Any, scale: Any) -> Any:
 
 
 #: A few classes, of which each token has some.
-LABELS = ((16, 32), (8, 32), lambda: (torch.arange(128).view(16, 8) % 5 == 0).bfloat16())
+LABELS = ((16, 32), (8, 32), lambda: torch.arange(128).view(16, 8) % 5 == 0)
 _OF_EACH_CLASS = {"reasons": ("of each class", "of each class")}
 
 
 @form(*LABELS, **_OF_EACH_CLASS)
 def binary_by_hand(h: Any, w: Any, y: Any) -> Any:
-    p = torch.sigmoid(F.linear(h, w))
+    p, y = torch.sigmoid(F.linear(h, w)), y.to(h.dtype)
     return -(y * torch.log(p + 1e-3) + (1 - y) * torch.log(1 - p + 1e-3)).mean()
 
 

@@ -38,6 +38,7 @@ def main() -> None:
         # Typer's own errors; their base class has no public name that all versions share.
         if hasattr(error, "format_message"):
             said = one_line(error.format_message()).replace("Value error, ", "")  # pydantic's
+            said += _valid_commands(error)
             print(f"{PROG}: {said}", file=sys.stderr)
             code = getattr(error, "exit_code", 2)
         elif getattr(error, "errno", None) == errno.ENOSPC:  # where the output goes
@@ -46,6 +47,14 @@ def main() -> None:
         else:
             raise
     sys.exit(code)
+
+
+def _valid_commands(error: Exception) -> str:
+    """What an error about an unknown command adds: the commands that there are; "" of other errors."""
+    context = getattr(error, "ctx", None)
+    if context is None or not str(getattr(error, "message", "")).startswith("No such command"):
+        return ""
+    return f" Valid commands: {', '.join(context.command.list_commands(context))}"
 
 
 @app.callback(invoke_without_command=True)

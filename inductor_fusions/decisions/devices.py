@@ -83,6 +83,8 @@ def target(name: str) -> tuple[str, Hardware]:
     Raises:
         ValueError: the device is unknown; the message names the known ones.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"a GPU is given by its name, such as 'nvidia_h200', not by {name!r}")
     short = tables.slug(name)
     for found in (short, f"nvidia_{short}", f"nvidia_geforce_{short}", f"nvidia_geforce_rtx_{short}"):
         what = known(found)

@@ -299,7 +299,7 @@ def test_explain_reports_a_model_that_does_not_run(tiny: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nonsense"], "nonsense"),
+        (["nonsense"], "No such command 'nonsense'. Valid commands: env, list, explain"),
         (["explain"], "MODEL"),
         (["explain", "NoSuchConfig"], "NoSuchConfig"),
         (["explain", "bert-base-uncased"], "bert-base-uncased"),

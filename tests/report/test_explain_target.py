@@ -111,6 +111,8 @@ def test_a_model_may_have_a_target():
 def test_an_unknown_target_lists_those_known():
     with pytest.raises(ValueError, match=r"unknown device 'h201'; known devices: a100, .*h200"):
         explain(attention, *inputs(128, 2), gpu="h201")
+    with pytest.raises(ValueError, match="a GPU is given by its name, such as 'nvidia_h200', not by 5"):
+        explain(attention, *inputs(128, 2), gpu=5)
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN))

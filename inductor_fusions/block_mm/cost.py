@@ -31,8 +31,11 @@ LAUNCH = {"persistent": 4.3, "tiled": 0.24}
 START = {"persistent": 0.54, "tiled": 0.88}
 STORE = {"persistent": 1.1, "tiled": 4.0}
 #: The configuration of the nearest measured problem is kept if it is modelled to take at most so many times
-#: the least time: it may know what the model does not.
-DOUBT = 1.1
+#: the least time, because it may know what the model does not; and of sums with adapters, whose times the
+#: constants were not fitted to.
+DOUBT, DOUBT_OF_ADAPTERS = 1.1, 1.25
+#: Products of at most this K are those of adapters.
+MOST_RANK = 256
 #: Of a multiprocessor: bytes of shared memory, and registers.
 SHARED, REGISTERS = 228 * 1024, 65536
 
@@ -41,6 +44,11 @@ def is_modelled(problem: Problem, arch: int) -> bool:
     """Whether the model was fitted to such problems: many rows, 16 bits, compute capability 9.0."""
     rows = min(512 if m is None else m for m in problem.rows)
     return arch == 90 and problem.dtype.itemsize == 2 and rows > FEW_ROWS and None not in problem.inner
+
+
+def doubt(problem: Problem) -> float:
+    """By how many times a configuration has to be faster than the nearest problem's to be taken."""
+    return DOUBT_OF_ADAPTERS if min(k or 0 for k in problem.inner) <= MOST_RANK else DOUBT
 
 
 def microseconds(choice: Config, problem: Problem, processors: int) -> float:

@@ -21,6 +21,12 @@ def cloned(q: Any, k: Any, v: Any) -> Any:
     return scores.softmax(-1) @ v
 
 
+def exponentials(q: Any, k: Any, v: Any) -> Any:
+    scores = scores_of(q, k)
+    _ = torch.exp(scores)
+    return scores.softmax(-1) @ v
+
+
 def detached_behind(q: Any, k: Any, v: Any) -> Any:
     scores = scores_of(q, k)
     out = scores.softmax(-1) @ v
@@ -57,7 +63,7 @@ class Keeps(nn.Module):
         return out
 
 
-@cases({"clone": cloned, "detach": detached_behind, "statistics": statistics, "dtype": cast_for_its_dtype,
+@cases({"clone": cloned, "exponentials": exponentials, "detach": detached_behind, "statistics": statistics, "dtype": cast_for_its_dtype,
         "module": Keeps()})  # fmt: skip
 def test_dead_readers(case: Any) -> None:
     seen = check(case, qkv())

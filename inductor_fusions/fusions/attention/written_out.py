@@ -313,7 +313,7 @@ def _quotient(exp: fx.Node) -> fx.Node | None:
     op = read(exp)
     frontier = [exp] if op is None or op.inplace else twins(op)
     seen, summed = set(frontier), set[fx.Node]()
-    if frontier[0] is not exp:
+    if exp not in frontier[:1]:  # another one is the first, or nobody uses it
         return None
     while frontier and len(seen) < 32:
         node = frontier.pop(0)

@@ -8,6 +8,7 @@ what lies between the linear and the loss.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,7 +149,7 @@ def _is_loss(op: Op, linear: fx.Node) -> bool:
     found, logits = product_of(linear), tensor(linear)
     h = None if found is None else tensor(found[0])
     assert h is not None and logits is not None
-    classes, rows = logits.shape[-1], logits.shape[:-1].numel()
+    classes, rows = logits.shape[-1], math.prod(logits.shape[:-1])
     if op.name in _OF_ROUTERS and not (known_true(classes >= h.shape[-1]) or known_true(classes == rows)):
         return False
     if op.name in ("softmax", "exp", "sigmoid") and not _reaches(op.node, _is_picked):

@@ -306,4 +306,4 @@ def _is_of_a_pair(site: InputSite) -> bool:
     x, out = value(site.x), value(site.linear)
     # Inside a transform of torch.func, a gradient is recorded where a value does not require one.
     kept = torch.is_grad_enabled() or out.requires_grad
-    return not kept and known_true(x.shape.numel() <= FEW_ROWS * x.shape[-1])
+    return not kept and known_true(x.numel() <= FEW_ROWS * x.shape[-1])

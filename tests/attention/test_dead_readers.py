@@ -63,9 +63,10 @@ class Keeps(nn.Module):
         return out
 
 
-@cases({"clone": cloned,
-        "exponentials": exponentials, "detach": detached_behind, "statistics": statistics, "dtype": cast_for_its_dtype,
-        "module": Keeps()})  # fmt: skip
+@cases({
+    "clone": cloned, "exponentials": exponentials, "detach": detached_behind, "statistics": statistics,
+    "dtype": cast_for_its_dtype, "module": Keeps(),
+})  # fmt: skip
 def test_dead_readers(case: Any) -> None:
     seen = check(case, qkv())
     assert not seen.ours.calls("softmax") and not seen.ours.calls("clone")

@@ -61,9 +61,12 @@ def without_softmax(node: fx.Node) -> Candidate | None:
             turned = [letters[-1] not in found.result for letters in (found.first, found.second)]
     except Rejected:
         return None
-    for weights, values_turned in zip(sides, reversed(turned), strict=True):
+    for weights, values, values_turned in zip(sides, sides[::-1], reversed(turned), strict=True):
         name, channels_first = _function(weights) if isinstance(weights, fx.Node) else ("", False)
-        if name and (channels_first or not values_turned):
+        held = tensor(values)
+        # A matrix that mixes heads is not one of values for each sample.
+        mixes = name == _SCALE and (held is None or held.dim() < 3)
+        if name and not mixes and (channels_first or not values_turned):
             why = Reason.IN_BETWEEN.rejected(
                 f"{name}, and no softmax, is between the product of q and k and the product with v",
                 "nothing: fused kernels compute the softmax of the scores",

@@ -211,6 +211,7 @@ def peak_bytes(call: Call, device: str) -> int | None:
     """Most device memory that one call takes beyond what was allocated before it; None on the CPU."""
     if device != "cuda":
         return None
+    gc.collect()  # what earlier calls left in cycles may be freed during this one
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -10,12 +10,14 @@ may read the weight faster than the library's GEMM does.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
+from .. import config
 from .._inductor import known_true, was_erased
 from ..block_mm import emit, guards, units
 from ..block_mm.expressions import Expressions, behind, between, leaves, named
@@ -33,6 +35,7 @@ from ..graph.products import (
     products_of,
     readers,
     through,
+    unviewed,
 )
 from ..operands import known_size, tensor, value
 from ..reasons import Reason
@@ -164,6 +167,68 @@ def _crossed(node: fx.Node) -> Product | None:
     return linears[0] if operands and whole else None
 
 
+def _check_saving(linear: fx.Node) -> None:
+    """Leave a linear to stock if no result of its pointwise tail is stored there.
+
+    Inductor computes pointwise operations in the kernel that reads them, if that is a reduction, `cat` or a
+    pointwise operation of another size: the fused kernel would store what stock does not.
+    """
+    rows = known_size(value(linear).shape[0])
+    if config.policy == "always" or (rows is not None and rows <= MOST_ROWS):
+        return
+    ends = _not_stored(linear)
+    if ends:
+        names = " and ".join(sorted({guards.called(node) for node in ends}))
+        raise Reason.NOT_FASTER.left_to_stock(
+            f"stock computes the activation in the kernels that read it ({names}), and does not store it"
+        )
+
+
+def _not_stored(linear: fx.Node) -> list[fx.Node]:
+    """The ends of a linear's pointwise tail, if stock stores no result of the tail; else nothing."""
+    count, tail, ends = str(value(linear).numel()), {linear}, list[fx.Node]()
+    waiting, seen = list(readers(linear)), set[fx.Node]()
+    heapq.heapify(waiting)
+    while waiting and len(seen) < _MOST_STEPS:
+        node = heapq.heappop(waiting)  # in graph order: all of the tail before it is known
+        if node in seen:
+            continue
+        seen.add(node)
+        own = [x for x in node.all_input_nodes if unviewed(x) in tail]
+        if is_pointwise(node):
+            found = tensor(node)
+            whole = found is not None and str(found.numel()) == count
+            if whole and not any(_depends(x, tail) for x in node.all_input_nodes if x not in own):
+                tail.add(node)
+                for user in readers(node):
+                    heapq.heappush(waiting, user)
+                continue
+        elif not _is_computed_with_operands(node):
+            if any(unviewed(x) is not linear for x in own):
+                return []
+            continue
+        ends.append(node)
+    return ends if not waiting else []
+
+
+def _is_computed_with_operands(node: fx.Node) -> bool:
+    """Whether Inductor computes pointwise operands of a node in its kernel."""
+    return node.target is aten.cat.default or torch.Tag.reduction in getattr(node.target, "tags", ())
+
+
+def _depends(node: fx.Node, sources: set[fx.Node]) -> bool:
+    """Whether a node is computed from one of these; also if that takes many steps to see."""
+    first, waiting, seen = min(sources), [node], set[fx.Node]()
+    while waiting:
+        inner = waiting.pop()
+        if inner in sources or len(seen) > _MOST_STEPS:
+            return True
+        if inner not in seen and first < inner:
+            seen.add(inner)
+            waiting += inner.all_input_nodes
+    return False
+
+
 class LinearEpilogue(Candidate):
     """A linear with an activation behind it."""
 
@@ -188,6 +253,7 @@ class LinearEpilogue(Candidate):
                 )
             if found is None or str(found.numel()) != str(count):
                 raise Reason.SHAPES.rejected("the result of the linear is broadcast")
+        _check_saving(self.anchor)
         self.kernel = guards.kernel([[self.product]])
 
     def rewrite(self) -> str:
@@ -211,6 +277,7 @@ class Activated(LinearEpilogue):
         guards.check_products([self.product])
         guards.check_result(self.root, self.anchor)
         self.sizes = emit.sizes_of(self.root, self.anchor, between(self.root, {self.anchor}))
+        _check_saving(self.anchor)
         self.kernel = guards.kernel([[self.product]], activation=self.name)
 
     def rewrite(self) -> str:

@@ -192,3 +192,43 @@ def test_broadcast_against_itself() -> None:
 )
 def test_no_cross_layer(fn: Callable[..., Any]) -> None:
     assert not check(fn, (rand(32, 64), rand(32, 64), rand(64, 64)), budget=2.0).sites
+
+
+#: Functions of x (32, 64), a linear of it to 64 columns, and y (64,); what stock computes the activation in.
+NOT_STORED: dict[str, tuple[Callable[..., Any], str]] = {
+    "mean": (lambda x, h, w, y: F.relu(h).mean(0) @ w, "mean"),
+    "squeeze and excite": (
+        lambda x, h, w, y: x + F.silu(h) * torch.sigmoid(F.silu(h).mean(0) @ w),
+        "mean and mul",
+    ),
+    "cat": (lambda x, h, w, y: torch.cat((F.relu(h), x), 1) @ torch.cat((w, w)), "cat"),
+    "norm": (lambda x, h, w, y: F.layer_norm(F.gelu(h + x), (64,)) @ w, "sub and var_mean"),
+    "broadcast": (lambda x, h, w, y: F.relu(h)[:, None] * y[:4, None], "mul"),
+}
+STORED: dict[str, Callable[..., Any]] = {
+    "product": lambda x, h, w, y: F.relu(h) @ w,
+    "output": lambda x, h, w, y: F.relu(h),
+    "heads": lambda x, h, w, y: F.relu(h).view(32, 4, 16).transpose(0, 1).contiguous() @ w[:16, :16],
+    "residual and norm": lambda x, h, w, y: (F.layer_norm(F.relu(h) + x, (64,)) @ w, F.relu(h) @ w),
+    "another linear": lambda x, h, w, y: (torch.sigmoid(h) * (x @ w)) @ w,
+}
+
+
+def verdict_without_tables(fn: Callable[..., Any], rows: int = 32) -> list[str]:
+    args = (rand(rows, 64), rand(64, 64), rand(64, 64), rand(64))
+    seen = run(lambda x, v, w, y: fn(x, F.linear(x, v), w, y), args, policy="profitable")
+    return [site.reason for site in seen.sites if site.fusion == "linear_epilogue"]
+
+
+@pytest.mark.parametrize("name", NOT_STORED)
+def test_stock_does_not_store_the_activation(name: str) -> None:
+    fn, readers = NOT_STORED[name]
+    (reason, *_) = verdict_without_tables(fn)
+    assert f"in the kernels that read it ({readers}), and does not store it" in reason
+    assert all("not store it" not in each for each in verdict_without_tables(fn, rows=16))
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_stock_stores_the_activation(name: str) -> None:
+    reasons = verdict_without_tables(STORED[name])
+    assert reasons and all("not store it" not in each for each in reasons)

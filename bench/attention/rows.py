@@ -123,7 +123,25 @@ def cuda_rows() -> list[Row]:
     masks = ["none", "causal", "pad", "bias", "bias_full", "bias_batch", "bool4d"]
     rows += rows_of(wide, masks, "float32", [False])
     rows += rows_of([(1, 16, 2048, 64), (8, 8, 1024, 32)], ["causal"], "float32", [True])
-    return list(dict.fromkeys(rows))
+    return list(dict.fromkeys(rows + few_queries_or_keys()))
+
+
+def few_queries_or_keys() -> list[Row]:
+    """Attentions whose queries or keys fill a part of a tile: neighbours, pooling tokens, captions."""
+    rows: list[Row] = []
+    # (batch, heads, keys, head_dim) by the number of queries
+    few: dict[int, list[Shape]] = {
+        1: [(8192, 1, 16, 96), (4096, 1, 100, 64), (64, 12, 197, 64), (8, 12, 1024, 64)],
+        4: [(1024, 8, 32, 32), (32, 8, 256, 64)],
+        16: [(64, 8, 64, 64), (16, 8, 1024, 64)],
+        32: [(8, 8, 4096, 64)],
+        1024: [(4, 8, 77, 80), (8, 16, 16, 64)],
+        4096: [(2, 8, 77, 40), (2, 8, 4, 64)],
+    }
+    for queries, shapes in few.items():
+        rows += rows_of(shapes, ["none", "pad"], q_len=queries)
+        rows += rows_of(shapes, ["none", "pad"], "float32", [False], q_len=queries)
+    return rows
 
 
 def cpu_rows() -> list[Row]:

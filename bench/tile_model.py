@@ -118,7 +118,9 @@ def constants_of(values: Mapping[str, float]) -> Constants:
     for name, value in values.items():
         group, _, key = name.partition(" ")
         parts.setdefault(group, {})[key] = value
-    slowness = {(int(m), int(n)): each for k, each in parts["slowness"].items() for m, n in [k.split("x")]}
+    slowness = {
+        (int(m), int(n)): each for k, each in parts.get("slowness", {}).items() for m, n in [k.split("x")]
+    }
     (slowest,), (latency,) = parts["slowest"].values(), parts["latency"].values()
     return Constants(slowness, slowest, latency, parts["launch"], parts["start"], parts["store"])
 
@@ -130,32 +132,37 @@ START = {
 }  # fmt: skip
 
 
-def fit(problems: Iterable[tuple[str, Timed]]) -> Constants:
-    """The constants with the least mean error of the logarithms of times.
+#: What a configuration has to do, and the logarithm of its time.
+Point = tuple[Work, float]
 
-    One constant after the other is made larger or smaller, until none makes the error smaller; then in
-    smaller steps.
 
-    Args:
-        problems: each with the name of its device.
-    """
-    points = [
+def points(problems: Iterable[tuple[str, Timed]]) -> list[Point]:
+    """All times of problems, each with the name of its device."""
+    return [
         (cost.work(choice, each.problem, processors(name)), math.log(time))
         for name, each in problems
         for choice, time in each.times.items()
     ]
-    parts = {name: [point for point in points if _depends(point[0], name)] for name in START}
-    values = dict(START)
+
+
+def fit(points: Sequence[Point], start: Mapping[str, float] = START) -> Constants:
+    """The constants with the least mean error of the logarithms of times.
+
+    One constant after the other is made larger or smaller, until none makes the error smaller; then in
+    smaller steps.
+    """
+    parts = {name: [point for point in points if _depends(point[0], name, start)] for name in start}
+    values = dict(start)
 
     def errors(name: str, tried: Mapping[str, float]) -> float:
-        far = math.log(tried[name] / START[name]) ** 2
+        far = math.log(tried[name] / start[name]) ** 2
         return error(parts[name], constants_of(tried)) + PULL * len(points) * far
 
     for step in STEPS:
         better = True
         while better:
             better = False
-            for name in START:
+            for name in start:
                 least = errors(name, values) * (1 - 1e-6)
                 for factor in (math.exp(step), math.exp(-step)):
                     tried = {**values, name: values[name] * factor}
@@ -165,16 +172,16 @@ def fit(problems: Iterable[tuple[str, Timed]]) -> Constants:
     return constants_of({name: float(f"{value:.3g}") for name, value in values.items()})
 
 
-def _depends(work: Work, name: str) -> bool:
+def _depends(work: Work, name: str, start: Mapping[str, float]) -> bool:
     """Whether the time of a work depends on a constant."""
     group, _, key = name.partition(" ")
     tile = "{}x{}".format(*work.tile)
     if group == "slowness":
         return key == tile
-    return f"slowness {tile}" not in START if group == "slowest" else key in ("", work.template)
+    return f"slowness {tile}" not in start if group == "slowest" else key in ("", work.template)
 
 
-def error(points: Sequence[tuple[Work, float]], by: Constants) -> float:
+def error(points: Sequence[Point], by: Constants) -> float:
     """The errors of the logarithms of times, summed up."""
     return sum(abs(math.log(work.microseconds(by)) - log) for work, log in points)
 
@@ -259,8 +266,8 @@ def fitted_ways(problems: Mapping[str, Sequence[Timed]], fitted: Constants) -> d
     """The ways by constants that are fitted here."""
     every = [(name, each) for name, some in problems.items() for each in some]
     fold = folds(problems)
-    without = [fit(entry for entry in every if fold[entry[1].width] != i) for i in range(FOLDS)]
-    others = {name: fit(entry for entry in every if entry[0] != name) for name in problems}
+    without = [fit(points(entry for entry in every if fold[entry[1].width] != i)) for i in range(FOLDS)]
+    others = {name: fit(points(entry for entry in every if entry[0] != name)) for name in problems}
     return {
         "held out": lambda name, each: without[fold[each.width]],
         "other GPUs": lambda name, each: others[name],
@@ -316,7 +323,7 @@ def main() -> None:
         print(*found, sep="\n", file=sys.stderr)
         sys.exit(1 if found else 0)
     problems = {name: timed(RESULTS / file) for name, file in TIMED.items()}
-    fitted = fit((name, each) for name, some in problems.items() for each in some)
+    fitted = fit(points((name, each) for name, some in problems.items() for each in some))
     judgement = judged(problems, {**shipped(), **fitted_ways(problems, fitted)})
     better = loss(judgement, "fitted") < loss(judgement, "shipped")
     constants = flat(fitted if better else cost.CONSTANTS)

@@ -6,23 +6,27 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
-from bench.common import apart
+from bench.common import DTYPES, Json, apart
 from bench.lora.rows import Row
 from bench.lora.spellings import ADDED, FUNCTIONS, Operands, Tensors, frozen, narrow_gradient
 
 #: Configurations that are tried: of the grouped GEMM, and of the skinny GEMM beside the best of them.
 BLOCK_CHOICES, NARROW_CHOICES = 6, 4
+#: Configurations that are tried where their times are to be compared: of the first kernel nearly all, and of
+#: the skinny GEMM beside its best one.
+EVERY, EVERY_NARROW = 64, 24
 
 
 Run = Callable[[Operands], Tensors]
 _numbers = itertools.count()
+O = TypeVar("O")
 
 
 def compiled(row: Row, fn: Callable[..., Tensors], operands: Operands, **options: Any) -> Run:
@@ -76,6 +80,28 @@ class Choice:
                 parts.append(f"{kind} " + "-".join(str(v) for v in asdict(chosen).values()))
         return ", ".join(parts) or "defaults"
 
+    @classmethod
+    def named(cls, text: str) -> Choice:
+        """The one that has this name."""
+        from inductor_fusions.block_mm import configurations
+        from inductor_fusions.fusions.lora import accumulate_kernel, decode, narrow
+
+        made = {
+            "block": ("block", configurations.Config), "narrow": ("narrow", narrow.Config),
+            "pair": ("decode", decode.Config), "tile": ("added", accumulate_kernel.Config),
+        }  # fmt: skip
+        found = {}
+        for part in text.split(", ") if text != "defaults" else ():
+            kind, _, values = part.partition(" ")
+            name, config = made[kind]
+            found[name] = config(*map(_value, values.split("-")))
+        return cls(**found)
+
+
+def _value(text: str) -> str | int | bool:
+    """A value of a configuration."""
+    return int(text) if text.isdigit() else text == "True" if text in ("True", "False") else text
+
 
 class Seen:
     """The problems that the lowerings met."""
@@ -85,6 +111,25 @@ class Seen:
         self.narrow: list[Any] = []
         self.decode: list[Any] = []
         self.added: list[Any] = []
+
+
+def plain(shape: Any) -> Json:
+    """What a kernel is asked for, as JSON: a `narrow.Shape`, an `accumulate_kernel.Shape` or a `Problem`."""
+    return {
+        name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        for name, value in vars(shape).items()
+    }
+
+
+def shape_of(kind: type[O], found: Json) -> O:
+    """What `plain` was made of."""
+
+    def value(name: str, given: Any) -> Any:
+        if name in ("dtype", "narrow"):
+            return DTYPES[given]
+        return tuple(given) if isinstance(given, list) else given
+
+    return kind(**{name: value(name, given) for name, given in found.items()})
 
 
 @contextlib.contextmanager
@@ -171,34 +216,44 @@ def frozen_run(row: Row) -> Run:
     return run
 
 
-def first_choices(row: Row, seen: Seen, arch: int, quick: bool) -> list[Choice]:
-    """What to try: configurations of the kernel that does most of the work."""
+def first_choices(row: Row, seen: Seen, arch: int, quick: bool, every: bool = False) -> list[Choice]:
+    """What to try: configurations of the kernel that does most of the work.
+
+    Args:
+        every: all of them, in place of some.
+    """
     from inductor_fusions.block_mm import configurations
     from inductor_fusions.fusions.lora import accumulate_kernel, decode, narrow
+
+    def some(items: Sequence[Any], count: int) -> list[Any]:
+        return spread(items, EVERY if every else count)
 
     found = [Choice()]
     if seen.decode:
         found += [Choice(decode=c) for c in decode.candidates(seen.decode[0], arch)]
     elif seen.added:
-        found += [Choice(added=c) for c in spread(accumulate_kernel.candidates(seen.added[0])[1:], 10)]
+        found += [
+            Choice(added=c)
+            for c in some(accumulate_kernel.candidates(seen.added[0])[0 if every else 1 :], 10)
+        ]
     elif row.dropout and row.kind == "forward" and seen.narrow:
-        found += [Choice(narrow=c) for c in spread(narrow.candidates(seen.narrow[0])[1:], 14)]
+        found += [Choice(narrow=c) for c in some(narrow.candidates(seen.narrow[0])[1:], 14)]
     elif seen.block and row.kind != "step":
         wanted = configurations.candidates(seen.block[0], arch)
-        found += [Choice(block=c) for c in wanted[:BLOCK_CHOICES]]
+        found += [Choice(block=c) for c in wanted[: EVERY if every else BLOCK_CHOICES]]
     elif row.kind == "gradient" and seen.narrow:
-        found += [Choice(narrow=c) for c in spread(narrow.candidates(seen.narrow[0]), 10)]
+        found += [Choice(narrow=c) for c in some(narrow.candidates(seen.narrow[0]), 10)]
     return found[:3] if quick else found
 
 
-def second_choices(best: Choice, seen: Seen, quick: bool) -> list[Choice]:
-    """Configurations of the skinny GEMM beside the best grouped GEMM."""
+def second_choices(best: Choice, seen: Seen, quick: bool, every: bool = False) -> list[Choice]:
+    """Configurations of the skinny GEMM beside the best grouped GEMM, or beside the best tile."""
     from inductor_fusions.fusions.lora import narrow
 
-    if best.block is None or not seen.narrow:
+    if not seen.narrow or not (best.block or (every and (seen.block or seen.added))):
         return []
-    wanted = spread(narrow.candidates(seen.narrow[0]), NARROW_CHOICES)
-    return [Choice(block=best.block, narrow=c) for c in wanted][: 2 if quick else None]
+    wanted = spread(narrow.candidates(seen.narrow[0]), EVERY_NARROW if every else NARROW_CHOICES)
+    return [replace(best, narrow=c) for c in wanted][: 2 if quick else None]
 
 
 def spread(items: Sequence[Any], count: int) -> list[Any]:

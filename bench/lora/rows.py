@@ -147,3 +147,22 @@ def dropped() -> list[Row]:
         for adapters in ("float32", "bfloat16")
         for inner, outer in some
     ]
+
+
+#: Widths that divide badly into tiles, and ranks.
+ODD_WIDTHS = (
+    (576, 1536), (720, 2880), (1100, 1100), (1536, 576), (2048, 1024), (2560, 3584), (3584, 720),
+)  # fmt: skip
+ODD_RANKS = (4, 16, 64, 8, 32)
+
+
+def odd_grid() -> list[Row]:
+    """Widths and numbers of tokens that fill a device badly, where the choice of tiles counts most."""
+    rows = []
+    for kind in ("forward", "accumulate", "gradient"):
+        for i, (inner, outer) in enumerate(ODD_WIDTHS):
+            for j, tokens in enumerate((200, 1000, 4100)):
+                adapters = ("float32", "bfloat16")[(i + j) % 2]
+                widths = () if kind == "gradient" else (outer,)
+                rows.append(Row(kind, tokens, inner, widths, ODD_RANKS[(i + j) % 5], adapters))
+    return rows

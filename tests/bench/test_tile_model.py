@@ -72,7 +72,7 @@ def test_fit_finds_constants(
         )
         for each in some[::5]
     ]  # fmt: skip
-    found = tile_model.fit((name, each) for each in made)
+    found = tile_model.fit(tile_model.points((name, each) for each in made))
     assert found.launch["tiled"] == pytest.approx(2.0, rel=0.1)
     assert found.slowness[128, 256] == pytest.approx(1.6, rel=0.1)
 

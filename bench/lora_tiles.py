@@ -6,15 +6,14 @@
 The first command times nearly all configurations (`first_us`) of problems that fill a device badly. The
 second judges, of each kernel, by how much longer than the fastest configuration a problem takes in that of
 
-    usual      the package: that of the nearest problem of the tables, or the default one
+    usual      the package: that of the nearest problem of another width, or the default one
     unfitted   the model of tiles (`block_mm/cost.py`), by constants that nothing was fitted to
     held out   the same, by constants that were fitted without this width
     fitted     the same, by constants that were fitted to all times
 
 The usual one is kept where the model says that it takes at most so many times the least time: each way of the
 model is judged with several such doubts. Grouped GEMMs start from the constants of cost.py, which are their
-"unfitted" ones. The times of a kernel are those of a whole linear with adapters (of a gradient, the kernel's
-own) in which only its configuration differs. No device is needed.
+"unfitted" ones. No device is needed.
 """
 
 from __future__ import annotations
@@ -32,12 +31,14 @@ import torch
 
 from bench.common import Json
 from bench.lora.candidates import Choice, shape_of
-from bench.regret import only
+from bench.lora.rows import ALONE
+from bench.regret import WIDTHS, only
 from bench.tile_model import FOLDS, constants_of, fit, flat, kept_of, longer, processors
 from inductor_fusions.block_mm import cost, heuristics
 from inductor_fusions.block_mm.cost import Constants, Work
 from inductor_fusions.block_mm.problem import Problem
 from inductor_fusions.decisions import tables
+from inductor_fusions.decisions.tables import Table
 from inductor_fusions.fusions.lora import accumulate_kernel, narrow
 
 #: Of the file: it is made of results, without a device.
@@ -46,6 +47,8 @@ HEAD: Json = {"schema": 1, "device": "none", "torch": "any", "command": "python 
 FEWEST = 4
 #: By how many times a configuration has to be faster than the usual one to be taken.
 DOUBTS = (1.0, 1.1, 1.25)
+#: The share of a time that is a kernel's own at least.
+LEAST = 0.2
 #: Threads that a multiprocessor has room for.
 THREADS = 2048
 #: What a fit starts from. A skinny GEMM whose K is split up launches another kernel, which adds the parts up.
@@ -60,12 +63,18 @@ class Kernel:
     """A kernel whose configurations are judged.
 
     Attributes:
-        shape: of a problem.
+        section: of the tables.
+        width: of a row, what is left out together.
+        row: a problem as a row has it.
+        shape: a problem, of JSON.
         usual: the configuration that the package takes.
         work: what a configuration has to do, on so many multiprocessors.
         constants: those of the package; None if it has none.
     """
 
+    section: str
+    width: Callable[[Json], Any]
+    row: Callable[[Any], Json]
     shape: Callable[[Json], Any]
     usual: Callable[[Any], Any]
     work: Callable[[Any, Any, int], Work]
@@ -131,24 +140,58 @@ def _shape(kind: type[Any]) -> Callable[[Json], Any]:
 
 #: By the attribute of a `Choice`.
 KERNELS: dict[str, Kernel] = {
-    "narrow": Kernel(_shape(narrow.Shape), _usual(narrow), narrow_work),
-    "added": Kernel(_shape(accumulate_kernel.Shape), _usual(accumulate_kernel), added_work),
-    "block": Kernel(_shape(Problem), _block, cost.work, cost.CONSTANTS),
-}
+    "narrow": Kernel(
+        "narrow_mm", WIDTHS["narrow_mm"], narrow.key, _shape(narrow.Shape), _usual(narrow), narrow_work
+    ),
+    "added": Kernel(
+        "lora_accumulate", lambda row: row["columns"], accumulate_kernel.key,
+        _shape(accumulate_kernel.Shape), _usual(accumulate_kernel), added_work,
+    ),
+    "block": Kernel(
+        "block_mm", WIDTHS["block_mm"], lambda problem: problem.key, _shape(Problem), _block, cost.work,
+        cost.CONSTANTS,
+    ),
+}  # fmt: skip
+
+
+def usual_of(kernel: Kernel, shape: Any, name: str) -> Any:
+    """What a problem gets on a device without rows of its width, from the tables of all devices."""
+    width, found = kernel.width(kernel.row(shape)), {}
+    for other in tables.names():
+        table = tables.load(other) or Table({})
+        kept = [row for row in table.get(kernel.section, ()) if kernel.width(row) != width]
+        found[other] = Table({**table, kernel.section: kept})
+    with only(found, name):
+        return kernel.usual(shape)
 
 
 def cases(rows: Sequence[Json], name: str, kernel: Kernel) -> Iterator[Case]:
-    """The problems of one kernel, of rows of bench.tune_lora."""
+    """The problems of one kernel, of rows of bench.tune_lora.
+
+    In front of a grouped GEMM and of a kernel that adds to what is in memory there is a skinny GEMM: its
+    time, of a row of its own, is taken off.
+    """
+    downs = {_down(row): row["first_us"]["defaults"] for row in rows if _is_down(row)}
     for row in rows:
+        first = 0.0 if row["kind"] in ALONE else downs.get(_down(row), 0.0)
         times = {}
         for text, time in row.get("first_us", {}).items():
             choice = Choice.named(text) if text != "stock" else Choice()
-            # A skinny GEMM is timed beside the best one of the kernel that does most of the work.
-            if getattr(choice, name) is not None and (name == "narrow" or choice.narrow is None):
-                times[getattr(choice, name)] = time
+            config = getattr(choice, name)
+            if config is not None and choice == Choice(**{name: config}):
+                times[config] = max(time - first, LEAST * time)
         if len(times) >= FEWEST:
-            shape = kernel.shape(row["shapes"][name])
-            yield Case((row["inner"], *row["outer"]), shape, row["first_us"]["stock"], times)
+            shape, stock = kernel.shape(row["shapes"][name]), row["first_us"]["stock"]
+            yield Case((row["inner"], *row["outer"]), shape, stock - first, times)
+
+
+def _is_down(row: Json) -> bool:
+    return row["kind"] == "down" and "defaults" in row.get("first_us", {})
+
+
+def _down(row: Json) -> tuple[Any, ...]:
+    """What the skinny GEMM in front of a kernel depends on."""
+    return row["inner"], row["tokens"], row["rank"], row["adapters"]
 
 
 def judge(kernel: Kernel, found: Sequence[Case], name: str) -> tuple[Json, Constants]:
@@ -175,7 +218,7 @@ def judge(kernel: Kernel, found: Sequence[Case], name: str) -> tuple[Json, Const
     gains: dict[str, list[float]] = {}
     best = 0.0
     for i, case in enumerate(found):
-        usual = kernel.usual(case.shape)
+        usual = usual_of(kernel, case.shape, name)
         if usual not in case.times:
             continue
         chosen = {"usual": usual}
@@ -209,18 +252,16 @@ def main() -> None:
     arguments = parser.parse_args()
     measured = json.loads(arguments.times.read_text())
     name = tables.slug(measured["device"])
-    table = tables.load(name)
     result: Json = {**HEAD, "of": name, "kernels": {}}
-    with only({name: table} if table is not None else {}, name):
-        for kind, kernel in KERNELS.items():
-            found = list(cases(measured["rows"], kind, kernel))
-            if not found:
-                continue
-            judgement, constants = judge(kernel, found, name)
-            print(f"{kind}: {judgement['problems']} of {judgement['of']} problems")
-            for way, values in judgement["ways"].items():
-                print(f"  {way:20} " + ", ".join(f"{column} {value}" for column, value in values.items()))
-            result["kernels"][kind] = {"constants": flat(constants), **judgement}
+    for kind, kernel in KERNELS.items():
+        found = list(cases(measured["rows"], kind, kernel))
+        if not found:
+            continue
+        judgement, constants = judge(kernel, found, name)
+        print(f"{kind}: {judgement['problems']} of {judgement['of']} problems")
+        for way, values in judgement["ways"].items():
+            print(f"  {way:20} " + ", ".join(f"{column} {value}" for column, value in values.items()))
+        result["kernels"][kind] = {"constants": flat(constants), **judgement}
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 

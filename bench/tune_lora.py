@@ -5,6 +5,7 @@ A row is one or more linears on one input, with an adapter each, at one number o
     forward    y_g = x @ W_g + s * (x @ A_g) @ B_g, as PEFT spells it
     backward   dx = sum of dY_g @ W_g + s * (dY_g @ B_g) @ A_g
     gradient   dB = s * dY^T @ h, or dA = dh^T @ x: one skinny GEMM over all tokens
+    down       s * x @ A: the skinny GEMM of a forward by itself
     step       forward and backward of one linear, through autograd, in the table's configurations
     accumulate y = base + s * (x @ A) @ B, of a base that is in memory
     dropped    as backward, with a mask behind each (dY_g @ B_g) @ A_g
@@ -54,7 +55,7 @@ from bench.lora.candidates import (
     second_choices,
     stock,
 )
-from bench.lora.rows import Row, grid, odd_grid
+from bench.lora.rows import ALONE, Row, grid, odd_grid
 from bench.lora.spellings import ADDED, Operands, Tensors, make, reference
 from bench.lora.table import write_table
 from bench.pool import FileLock
@@ -135,10 +136,10 @@ def measure(row: Row, options: argparse.Namespace, lock: FileLock) -> Json:
         started = time.monotonic()
         if best is not None:
             before = set(choices)
-            for choice in second_choices(choices[best], seen, quick, options.odd):
+            for choice in second_choices(choices[best], seen, quick):
                 attempt(choice)
             fresh = {n: r for n, r in runs.items() if n not in before and n in choices}
-            if row.kind != "gradient":
+            if row.kind not in ALONE:
                 runs["frozen"] = frozen_run(row)
             result["compile_s"] = round(result["compile_s"] + time.monotonic() - started, 2)
             with lock:

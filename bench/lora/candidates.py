@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -14,14 +14,13 @@ import torch
 import torch.nn.functional as F
 
 from bench.common import DTYPES, Json, apart
-from bench.lora.rows import Row
-from bench.lora.spellings import ADDED, FUNCTIONS, Operands, Tensors, frozen, narrow_gradient
+from bench.lora.rows import ALONE, Row
+from bench.lora.spellings import ADDED, FUNCTIONS, Operands, Tensors, frozen, narrow_product
 
 #: Configurations that are tried: of the grouped GEMM, and of the skinny GEMM beside the best of them.
 BLOCK_CHOICES, NARROW_CHOICES = 6, 4
-#: Configurations that are tried where their times are to be compared: of the first kernel nearly all, and of
-#: the skinny GEMM beside its best one.
-EVERY, EVERY_NARROW = 64, 24
+#: Configurations of a kernel that are tried where their times are to be compared: nearly all.
+EVERY = 64
 
 
 Run = Callable[[Operands], Tensors]
@@ -195,12 +194,12 @@ def ours(row: Row, operands: Operands, choice: Choice, seen: Seen) -> Run:
     """
     import inductor_fusions
 
-    fn = narrow_gradient if row.kind == "gradient" else FUNCTIONS[row.kind]
+    fn = narrow_product if row.kind in ALONE else FUNCTIONS[row.kind]
     inductor_fusions.clear()
     with choosing(row, choice, seen):
         run = compiled(row, fn, operands)
     sites = list(inductor_fusions.report())
-    if row.kind != "gradient" and not any(s.fusion == "lora" and s.verdict == "fused" for s in sites):
+    if row.kind not in ALONE and not any(s.fusion == "lora" and s.verdict == "fused" for s in sites):
         raise RuntimeError(f"not fused: {[s.reason for s in sites]}")
     return run
 
@@ -214,6 +213,15 @@ def frozen_run(row: Row) -> Run:
         return [F.linear(one.x[0].detach(), one.w[0]), one.x[1] @ one.w[0]]
 
     return run
+
+
+def usual(shape: Any) -> list[Any]:
+    """The configuration that the package takes for a skinny GEMM: rows of others may have one that is no
+    candidate for this one. None without a device."""
+    from inductor_fusions.fusions.lora import narrow
+
+    found = narrow.measured(shape, torch.device("cuda")) if torch.cuda.is_available() else None
+    return [] if found is None else [found]
 
 
 def first_choices(row: Row, seen: Seen, arch: int, quick: bool, every: bool = False) -> list[Choice]:
@@ -241,19 +249,21 @@ def first_choices(row: Row, seen: Seen, arch: int, quick: bool, every: bool = Fa
     elif seen.block and row.kind != "step":
         wanted = configurations.candidates(seen.block[0], arch)
         found += [Choice(block=c) for c in wanted[: EVERY if every else BLOCK_CHOICES]]
-    elif row.kind == "gradient" and seen.narrow:
-        found += [Choice(narrow=c) for c in some(narrow.candidates(seen.narrow[0]), 10)]
+    elif row.kind in ALONE and seen.narrow:
+        wanted = some(narrow.candidates(seen.narrow[0]), 10)
+        found += [Choice(narrow=c) for c in [*(usual(seen.narrow[0]) if every else ()), *wanted]]
+    found = list(dict.fromkeys(found))
     return found[:3] if quick else found
 
 
-def second_choices(best: Choice, seen: Seen, quick: bool, every: bool = False) -> list[Choice]:
-    """Configurations of the skinny GEMM beside the best grouped GEMM, or beside the best tile."""
+def second_choices(best: Choice, seen: Seen, quick: bool) -> list[Choice]:
+    """Configurations of the skinny GEMM beside the best grouped GEMM."""
     from inductor_fusions.fusions.lora import narrow
 
-    if not seen.narrow or not (best.block or (every and (seen.block or seen.added))):
+    if best.block is None or not seen.narrow:
         return []
-    wanted = spread(narrow.candidates(seen.narrow[0]), EVERY_NARROW if every else NARROW_CHOICES)
-    return [replace(best, narrow=c) for c in wanted][: 2 if quick else None]
+    wanted = spread(narrow.candidates(seen.narrow[0]), NARROW_CHOICES)
+    return [Choice(block=best.block, narrow=c) for c in wanted][: 2 if quick else None]
 
 
 def spread(items: Sequence[Any], count: int) -> list[Any]:

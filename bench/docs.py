@@ -7,9 +7,10 @@ Every figure comes from bench/results/*.json. Missing files and columns are left
 `models_*.json` and `widths_*.json` are files of bench.models, `lora_models_*.json` of bench.models_lora,
 `bench_*.json` of `inductor_fusions bench`; `attention_*.json`, `flex_*.json`, `projections_*.json` and
 `lora_*.json` of the scripts bench.tune_*; `outer_product_*.json`, `dot_interaction_*.json`,
-`decode_attention_*.json`, `loss_head_*.json`, `guards_*.json`, `steps_*.json`, `generate_*.json`,
-`whole_mlp_*.json`, `mlp_training_*.json`, `convergence_*.json` and `distributed_*.json` of scripts of these
-names; `fuzz_*.json` of tests.fuzz, `load_cpu.json` of tests.load, `sanitizer_*.json` of tests.gpu.sanitize.
+`decode_attention_*.json`, `loss_head_*.json`, `tile_model.json`, `guards_*.json`, `steps_*.json`,
+`generate_*.json`, `whole_mlp_*.json`, `mlp_training_*.json`, `convergence_*.json` and `distributed_*.json` of
+scripts of these names; `fuzz_*.json` of tests.fuzz, `load_cpu.json` of tests.load, `sanitizer_*.json` of
+tests.gpu.sanitize.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from bench.docs_linears import (
     lora_section,
     lora_summary,
     projections_section,
+    tiles_table,
 )
 from bench.docs_models import LEVEL, MORE, models_section, readme_table, summary
 from bench.docs_operations import (
@@ -47,6 +49,8 @@ END = "<!-- measured: end -->"
 #: The device of the README's table, and of what it says of adapters.
 README_RESULTS = "models_h200.json"
 README_ADAPTERS = "lora_models_h200.json"
+#: What docs/measuring.md says of the model of tiles.
+TILES = "tile_model.json"
 #: The device of the plots, as files name it.
 PLOTTED = "h200"
 PREFACE = f"""# Performance
@@ -169,7 +173,8 @@ def readme(text: str, results: Path) -> str:
 def render(root: Path = ROOT) -> dict[Path, str]:
     """Each text that this script writes, with what it should hold."""
     results, page = root / "bench" / "results", root / "README.md"
-    tested = root / "docs" / "reliability.md"
+    tested, judged = root / "docs" / "reliability.md", root / "docs" / "measuring.md"
+    tiles = json.loads((results / TILES).read_text("utf-8"))
     measured = results / README_RESULTS
     written = sections(results)
     return {
@@ -183,6 +188,7 @@ def render(root: Path = ROOT) -> dict[Path, str]:
         },
         root / "docs" / "whole_mlp.md": docs_whole_mlp.page(results),
         tested: between(tested.read_text("utf-8"), docs_reliability.measured(results, PLOTTED), tested.name),
+        judged: between(judged.read_text("utf-8"), tiles_table(tiles), judged.name),
         root / "docs" / "speedups.svg": picture.draw(
             json.loads(measured.read_text("utf-8")) if measured.exists() else {"rows": []}
         ),

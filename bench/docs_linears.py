@@ -23,6 +23,7 @@ from bench.docs_pieces import (
     quotient,
     section,
     summary,
+    table,
 )
 from bench.tuning_linears import gain
 from inductor_fusions.decisions.problems import MARGIN
@@ -209,3 +210,28 @@ def interactions_section(title: str, data: Json) -> str:
     }  # fmt: skip
     rows = data["rows"]
     return section(title, data, text, listing(rows, every), out_of_budget(rows))
+
+
+#: The ways to choose of bench.tile_model that docs/measuring.md has, in its words.
+WAYS = {
+    "nearest": "the nearest problem's",
+    "shipped": "the one that is chosen",
+    "held out": "the same, if the model is fitted without the width",
+    "other GPUs": "the same, if the model is fitted to the other GPU's times",
+}
+
+
+def tiles_table(result: Json) -> str:
+    """What bench.tile_model says of the configurations that are chosen."""
+    rows = []
+    for name, found in result["judgement"].items():
+        gpu = f"{name.split('_')[1].upper()}, {found['problems']} problems"
+        for way, words in WAYS.items():
+            values = found["ways"][way]
+            longer = [f"{values[column]:.0%}" for column in ("mean", "nine_tenths_below", "most", "kept")]
+            rows.append([gpu, words, *longer, f"{values['below_0.98']} of {values['kernel']}"])
+    columns = (
+        "", "configuration", "longer than the fastest, mean", "nine tenths are below", "most",
+        "log speedup kept", "below 0.98 of stock",
+    )  # fmt: skip
+    return table(columns, rows)

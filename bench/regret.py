@@ -6,9 +6,7 @@ Left out are each width in turn, in every section (of attention each shape), and
 kinds that other GPUs have rows of, are decided from those rows and judged by its own. Of each row: is a
 kernel chosen, and what does it gain?
 
-Of grouped GEMMs whose configurations were all timed (`first_us` of `bench.tune_projections`): how much
-longer than the fastest one does the configuration take that is chosen without rows of this width? No device
-is needed.
+No device is needed. What the configurations of grouped GEMMs lose: `bench.tile_model`.
 """
 
 from __future__ import annotations
@@ -17,31 +15,23 @@ import argparse
 import contextlib
 import json
 import math
-import statistics
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench import projections, tune_projections
 from bench.common import Json
 from inductor_fusions import config
-from inductor_fusions.block_mm import cost, heuristics
 from inductor_fusions.decisions import Query, decide, devices, tables
-from inductor_fusions.decisions.problems import FEW_ROWS, MARGIN, SECTIONS, Row, has_adapters
+from inductor_fusions.decisions.problems import MARGIN, SECTIONS, Row, has_adapters
 from inductor_fusions.decisions.tables import Table
 
 #: Of the file: it is made of tables, without a device.
 HEAD: Json = {"schema": 1, "device": "none", "torch": "any", "command": "python -m bench.regret"}
 #: A row that is chosen and slower than this counts.
 SLOW, SLOWER = 0.98, 0.95
-#: Where all configurations of problems were timed, and how many of one at least.
-RESULTS = Path(__file__).parent / "results"
-TIMED = {"nvidia_h100_80gb_hbm3": "projections_h100.json", "nvidia_h200": "projections_h200.json"}
-FEWEST = 6
 #: What `width` of a row of each section is left out together.
 WIDTHS: dict[str, Callable[[Row], Hashable]] = {
     "attention": lambda row: (row["batch"] * row["heads"], row["q_len"], row["kv_len"], row["head_dim"]),
@@ -153,39 +143,6 @@ def only(found: dict[str, Table], name: str) -> Iterator[None]:
         yield
 
 
-def tiles_left_out(table: Table, name: str, results: Path) -> Json:
-    """What is lost by the configurations that are chosen, and by those of the nearest problem."""
-    lost: dict[str, list[float]] = {"nearest": [], "chosen": []}
-    for result in json.loads(results.read_text())["rows"]:
-        times = result.get("first_us", {})
-        if result["tokens"] <= FEW_ROWS or len(times) < FEWEST:
-            continue
-        found = {n: tuple(result[n]) for n in ("inner", "outer")}
-        row = projections.Row(result["kind"], result["tokens"], dtype=result["dtype"], **found)
-        row = replace(row, activation=result["activation"], conv1d=result.get("conv1d", False))
-        with FakeTensorMode():
-            problem = projections.problem(row, projections.make(row, "cpu", 0))
-        width = WIDTHS["block_mm"]
-        kept = [each for each in table["block_mm"] if width(each) != width(result["problem"])]
-        hopper = mock.patch.object(heuristics, "capability", lambda device: 90)
-        with only({name: Table({**table, "block_mm": kept})}, name), hopper:
-            for how, losses in lost.items():
-                with mock.patch.object(cost, "is_modelled", return_value=how == "chosen"):
-                    chosen = tune_projections.name_of(
-                        heuristics.choose(problem, torch.device("cuda"), row.tokens)
-                    )
-                if chosen in times:
-                    losses.append(times[chosen] / min(t for n, t in times.items() if n != "stock") - 1)
-    return {how: summary(losses) for how, losses in lost.items()}
-
-
-def summary(losses: list[float]) -> Json:
-    """Of relative losses of time."""
-    tenth = sorted(losses)[int(0.9 * len(losses))]
-    found = {"mean": statistics.mean(losses), "nine_tenths_below": tenth, "most": max(losses)}
-    return {"problems": len(losses), **{name: round(value, 3) for name, value in found.items()}}
-
-
 def measure(names: list[str]) -> Iterator[tuple[str, str, Loss]]:
     """(what was left out, section, loss)."""
     found = {name: table for name in names if (table := tables.load(name)) is not None}
@@ -214,13 +171,8 @@ def main() -> None:
             print(what)
         row = found.setdefault(what, {})[section] = loss.to_json()
         print(f"{section:22} " + " ".join(f"{value!s:>6}" for value in row.values()))
-    tiles = {}
-    for name, file in TIMED.items():
-        if name in names and (table := tables.load(name)) is not None:
-            tiles[name] = tiles_left_out(table, name, RESULTS / file)
-            print(f"{name}, configurations of grouped GEMMs, one width left out: {tiles[name]}")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({**HEAD, "left_out": found, "tiles": tiles}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({**HEAD, "left_out": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ A row is one or more linears on one input, with an adapter each, at one number o
     forward    y_g = x @ W_g + s * (x @ A_g) @ B_g, as PEFT spells it
     backward   dx = sum of dY_g @ W_g + s * (dY_g @ B_g) @ A_g
     gradient   dB = s * dY^T @ h, or dA = dh^T @ x: one skinny GEMM over all tokens
+    down       s * x @ A: the skinny GEMM of a forward by itself
     step       forward and backward of one linear, through autograd, in the table's configurations
     accumulate y = base + s * (x @ A) @ B, of a base that is in memory
     dropped    as backward, with a mask behind each (dY_g @ B_g) @ A_g
@@ -25,7 +26,10 @@ there is dropout, outputs are compared with stock's, which draws the same masks.
     python -m bench.tune_lora --out bench/results/lora_h200.json --budget 560
     python -m bench.tune_lora --out bench/results/lora_h200.json --table nvidia_h200
 
-The second writes what was measured into `configs/devices/nvidia_h200.json` and measures nothing.
+    python -m bench.tune_lora --odd --no-autotune --out bench/results/tiles_lora_h100.json --budget 540
+
+The second writes what was measured into `configs/devices/nvidia_h200.json` and measures nothing. The third
+times nearly all configurations (`first_us`) of problems that fill a device badly, for `bench.lora_tiles`.
 """
 
 from __future__ import annotations
@@ -40,8 +44,18 @@ import torch
 
 from bench import tuning
 from bench.common import Json, error_limit, free, interleave, relative_error, skipping
-from bench.lora.candidates import Choice, Run, Seen, first_choices, frozen_run, ours, second_choices, stock
-from bench.lora.rows import Row, grid
+from bench.lora.candidates import (
+    Choice,
+    Run,
+    Seen,
+    first_choices,
+    frozen_run,
+    ours,
+    plain,
+    second_choices,
+    stock,
+)
+from bench.lora.rows import ALONE, Row, grid, odd_grid
 from bench.lora.spellings import ADDED, Operands, Tensors, make, reference
 from bench.lora.table import write_table
 from bench.pool import FileLock
@@ -112,7 +126,7 @@ def measure(row: Row, options: argparse.Namespace, lock: FileLock) -> Json:
                     runs[choice.name], choices[choice.name] = run, choice
 
         attempt(Choice())
-        for choice in first_choices(row, seen, arch, quick)[1:]:
+        for choice in first_choices(row, seen, arch, quick, options.odd)[1:]:
             attempt(choice)
         sets = [first, *(make(row, device, s) for s in range(1, count_of_sets(first.flat(), device)))]
         result["compile_s"] = round(time.monotonic() - started, 2)
@@ -125,7 +139,7 @@ def measure(row: Row, options: argparse.Namespace, lock: FileLock) -> Json:
             for choice in second_choices(choices[best], seen, quick):
                 attempt(choice)
             fresh = {n: r for n, r in runs.items() if n not in before and n in choices}
-            if row.kind != "gradient":
+            if row.kind not in ALONE:
                 runs["frozen"] = frozen_run(row)
             result["compile_s"] = round(result["compile_s"] + time.monotonic() - started, 2)
             with lock:
@@ -135,6 +149,7 @@ def measure(row: Row, options: argparse.Namespace, lock: FileLock) -> Json:
                 looked |= look(device, fresh, sets)
                 time_all(device, quick, runs, looked, choices, sets, result)
         result["measure_s"] = round(time.monotonic() - started, 2)
+        result["first_us"] = {n: round(t * 1e6 / len(sets), 3) for n, t in looked.items()}
     conclude(row, device, result, choices, seen)
     runs.clear()
     sets.clear()
@@ -183,6 +198,11 @@ def conclude(row: Row, device: str, result: Json, choices: dict[str, Choice], se
     from inductor_fusions.block_mm import configurations, heuristics
     from inductor_fusions.fusions.lora import accumulate_kernel, decode, narrow
 
+    result["shapes"] = {
+        name: plain(shapes[0])
+        for name, shapes in (("block", seen.block), ("narrow", seen.narrow), ("added", seen.added))
+        if shapes
+    }
     arch = heuristics.capability(torch.device("cuda")) if device == "cuda" else 80
     choice = choices[best]
     if seen.decode:
@@ -229,10 +249,14 @@ def main() -> None:
     """The command line."""
     parser = tuning.parser("bench.tune_lora", __doc__, table=True)
     parser.add_argument("--no-autotune", action="store_true", help="leave stock's max-autotune out")
+    parser.add_argument(
+        "--odd", action="store_true", help="odd widths and nearly all configurations, for bench.lora_tiles"
+    )
     options = parser.parse_args()
     if not tuning.wrote_table(options, write_table):
         jobs = tuning.processes(options, share=0.85, most=14)
-        tuning.run("bench.tune_lora", options, grid(), measure, describe, jobs, 30.0)
+        rows = odd_grid() if options.odd else grid()
+        tuning.run("bench.tune_lora", options, rows, measure, describe, jobs, 30.0)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,15 @@ def name_of(chosen: Any) -> str:
     )
 
 
+def named(text: str) -> Any:
+    """The configuration that `name_of` gave a name."""
+    from inductor_fusions.block_mm.configurations import Config
+
+    template, tile, *others = text.removesuffix(" across").split()
+    numbers = [int(size) for size in tile.split("x")] + [int(word[1:]) for word in others]
+    return Config(template, *numbers, across=text.endswith(" across"))
+
+
 def measure(row: Row, options: argparse.Namespace, lock: FileLock) -> Json:
     """Compile, check and time every candidate of a row."""
     from inductor_fusions.block_mm import configurations, heuristics

@@ -7,22 +7,25 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
-from bench.common import apart
-from bench.lora.rows import Row
-from bench.lora.spellings import ADDED, FUNCTIONS, Operands, Tensors, frozen, narrow_gradient
+from bench.common import DTYPES, Json, apart
+from bench.lora.rows import ALONE, Row
+from bench.lora.spellings import ADDED, FUNCTIONS, Operands, Tensors, frozen, narrow_product
 
 #: Configurations that are tried: of the grouped GEMM, and of the skinny GEMM beside the best of them.
 BLOCK_CHOICES, NARROW_CHOICES = 6, 4
+#: Configurations of a kernel that are tried where their times are to be compared: nearly all.
+EVERY = 64
 
 
 Run = Callable[[Operands], Tensors]
 _numbers = itertools.count()
+O = TypeVar("O")
 
 
 def compiled(row: Row, fn: Callable[..., Tensors], operands: Operands, **options: Any) -> Run:
@@ -76,6 +79,28 @@ class Choice:
                 parts.append(f"{kind} " + "-".join(str(v) for v in asdict(chosen).values()))
         return ", ".join(parts) or "defaults"
 
+    @classmethod
+    def named(cls, text: str) -> Choice:
+        """The one that has this name."""
+        from inductor_fusions.block_mm import configurations
+        from inductor_fusions.fusions.lora import accumulate_kernel, decode, narrow
+
+        made = {
+            "block": ("block", configurations.Config), "narrow": ("narrow", narrow.Config),
+            "pair": ("decode", decode.Config), "tile": ("added", accumulate_kernel.Config),
+        }  # fmt: skip
+        found = {}
+        for part in text.split(", ") if text != "defaults" else ():
+            kind, _, values = part.partition(" ")
+            name, config = made[kind]
+            found[name] = config(*map(_value, values.split("-")))
+        return cls(**found)
+
+
+def _value(text: str) -> str | int | bool:
+    """A value of a configuration."""
+    return int(text) if text.isdigit() else text == "True" if text in ("True", "False") else text
+
 
 class Seen:
     """The problems that the lowerings met."""
@@ -85,6 +110,25 @@ class Seen:
         self.narrow: list[Any] = []
         self.decode: list[Any] = []
         self.added: list[Any] = []
+
+
+def plain(shape: Any) -> Json:
+    """What a kernel is asked for, as JSON: a `narrow.Shape`, an `accumulate_kernel.Shape` or a `Problem`."""
+    return {
+        name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        for name, value in vars(shape).items()
+    }
+
+
+def shape_of(kind: type[O], found: Json) -> O:
+    """What `plain` was made of."""
+
+    def value(name: str, given: Any) -> Any:
+        if name in ("dtype", "narrow"):
+            return DTYPES[given]
+        return tuple(given) if isinstance(given, list) else given
+
+    return kind(**{name: value(name, given) for name, given in found.items()})
 
 
 @contextlib.contextmanager
@@ -150,12 +194,12 @@ def ours(row: Row, operands: Operands, choice: Choice, seen: Seen) -> Run:
     """
     import inductor_fusions
 
-    fn = narrow_gradient if row.kind == "gradient" else FUNCTIONS[row.kind]
+    fn = narrow_product if row.kind in ALONE else FUNCTIONS[row.kind]
     inductor_fusions.clear()
     with choosing(row, choice, seen):
         run = compiled(row, fn, operands)
     sites = list(inductor_fusions.report())
-    if row.kind != "gradient" and not any(s.fusion == "lora" and s.verdict == "fused" for s in sites):
+    if row.kind not in ALONE and not any(s.fusion == "lora" and s.verdict == "fused" for s in sites):
         raise RuntimeError(f"not fused: {[s.reason for s in sites]}")
     return run
 
@@ -171,23 +215,44 @@ def frozen_run(row: Row) -> Run:
     return run
 
 
-def first_choices(row: Row, seen: Seen, arch: int, quick: bool) -> list[Choice]:
-    """What to try: configurations of the kernel that does most of the work."""
+def usual(shape: Any) -> list[Any]:
+    """The configuration that the package takes for a skinny GEMM: rows of others may have one that is no
+    candidate for this one. None without a device."""
+    from inductor_fusions.fusions.lora import narrow
+
+    found = narrow.measured(shape, torch.device("cuda")) if torch.cuda.is_available() else None
+    return [] if found is None else [found]
+
+
+def first_choices(row: Row, seen: Seen, arch: int, quick: bool, every: bool = False) -> list[Choice]:
+    """What to try: configurations of the kernel that does most of the work.
+
+    Args:
+        every: all of them, in place of some.
+    """
     from inductor_fusions.block_mm import configurations
     from inductor_fusions.fusions.lora import accumulate_kernel, decode, narrow
+
+    def some(items: Sequence[Any], count: int) -> list[Any]:
+        return spread(items, EVERY if every else count)
 
     found = [Choice()]
     if seen.decode:
         found += [Choice(decode=c) for c in decode.candidates(seen.decode[0], arch)]
     elif seen.added:
-        found += [Choice(added=c) for c in spread(accumulate_kernel.candidates(seen.added[0])[1:], 10)]
+        found += [
+            Choice(added=c)
+            for c in some(accumulate_kernel.candidates(seen.added[0])[0 if every else 1 :], 10)
+        ]
     elif row.dropout and row.kind == "forward" and seen.narrow:
-        found += [Choice(narrow=c) for c in spread(narrow.candidates(seen.narrow[0])[1:], 14)]
+        found += [Choice(narrow=c) for c in some(narrow.candidates(seen.narrow[0])[1:], 14)]
     elif seen.block and row.kind != "step":
         wanted = configurations.candidates(seen.block[0], arch)
-        found += [Choice(block=c) for c in wanted[:BLOCK_CHOICES]]
-    elif row.kind == "gradient" and seen.narrow:
-        found += [Choice(narrow=c) for c in spread(narrow.candidates(seen.narrow[0]), 10)]
+        found += [Choice(block=c) for c in wanted[: EVERY if every else BLOCK_CHOICES]]
+    elif row.kind in ALONE and seen.narrow:
+        wanted = some(narrow.candidates(seen.narrow[0]), 10)
+        found += [Choice(narrow=c) for c in [*(usual(seen.narrow[0]) if every else ()), *wanted]]
+    found = list(dict.fromkeys(found))
     return found[:3] if quick else found
 
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: Kinds that are one skinny GEMM.
+ALONE = ("gradient", "down")
+
 
 @dataclass(frozen=True)
 class Row:
     """One problem.
 
     Attributes:
-        kind: "forward", "backward", "gradient", "step", "accumulate" or "dropped".
+        kind: "forward", "backward", "gradient", "step", "accumulate", "dropped" or "down".
         tokens: rows of x.
-        inner, outer: widths of the input and of each linear; of a gradient, `inner` is the width of the
-            large matrix, and `outer` are the ranks where several adapters read it. Backward (as "dropped" is)
-            the products go from `outer` to `inner`.
+        inner, outer: widths of the input and of each linear; of a gradient and of "down", `inner` is the
+            width of the large matrix, and `outer` are the ranks where several adapters read it. Backward (as
+            "dropped" is) the products go from `outer` to `inner`.
         rank: of each adapter.
         adapters: dtype of the adapters, a key of `DTYPES`.
         dropout: in front of each adapter; then the forward is that of a training step.
-        large: dtype of the large matrix of a gradient.
+        large: dtype of the large matrix of a gradient, and of "down".
     """
 
     kind: str
@@ -36,11 +39,16 @@ class Row:
         return self.kind == "step" or (self.kind == "forward" and self.dropout > 0)
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of `ALONE`: of each adapter that reads the large matrix."""
+        return self.outer or (self.rank,)
+
+    @property
     def key(self) -> str:
         """How `--only` and the progress name it."""
         sizes = f"{self.inner}->{'+'.join(map(str, self.outer or (self.rank,)))}"
         extra = [f"dropout{self.dropout}"] if self.dropout else []
-        extra += [self.large] if self.kind == "gradient" else []
+        extra += [self.large] if self.kind in ALONE else []
         return " ".join([self.kind, sizes, f"r{self.rank}", self.adapters, *extra, f"m{self.tokens}"])
 
 
@@ -147,3 +155,26 @@ def dropped() -> list[Row]:
         for adapters in ("float32", "bfloat16")
         for inner, outer in some
     ]
+
+
+#: Widths that divide badly into tiles, and ranks.
+ODD_WIDTHS = (
+    (576, 1536), (720, 2880), (1100, 1100), (1536, 576), (2048, 1024), (2560, 3584), (3584, 720),
+)  # fmt: skip
+ODD_RANKS = (4, 16, 64, 8, 32)
+
+
+def odd_grid() -> list[Row]:
+    """Widths and numbers of tokens that fill a device badly, where the choice of tiles counts most."""
+    rows, sizes = [], (200, 1000, 4100)
+    for kind in ("forward", "accumulate", *ALONE):
+        for i, (inner, outer) in enumerate(ODD_WIDTHS):
+            for j, tokens in enumerate(sizes):
+                adapters = ("float32", "bfloat16")[(i + j) % 2]
+                widths = () if kind in ALONE else (outer,)
+                rows.append(Row(kind, tokens, inner, widths, ODD_RANKS[(i + j) % 5], adapters))
+    # A DoRA of this width was slower than stock.
+    for adapters in ("float32", "bfloat16"):
+        rows += [Row("forward", tokens, 2048, (1024,), 16, adapters) for tokens in sizes]
+        rows += [Row("down", tokens, 2048, (), 16, adapters) for tokens in sizes]
+    return list(dict.fromkeys(rows))

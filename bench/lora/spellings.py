@@ -51,11 +51,13 @@ def make(row: Row, device: str, seed: int) -> Operands:
 
     if row.kind == "gradient":
         large = rand(row.large, row.tokens, row.inner)
-        ranks = row.outer or (row.rank,)
-        small = [rand(row.adapters, row.tokens, r) for r in ranks]
-        kept = [mask(row.tokens, row.inner) for _ in ranks] if row.dropout else []
+        small = [rand(row.adapters, row.tokens, r) for r in row.ranks]
+        kept = [mask(row.tokens, row.inner) for _ in row.ranks] if row.dropout else []
         left = [large.to(DTYPES[row.adapters]) * each * (1 / KEPT) for each in kept]
         return Operands([large, *small, *kept, *left], [], [], [])
+    if row.kind == "down":
+        large = rand(row.large, row.tokens, row.inner)
+        return Operands([large, *(rand(row.adapters, r, row.inner).t() for r in row.ranks)], [], [], [])
     w = [rand("bfloat16", n, row.inner) for n in row.outer]
     a = [rand(row.adapters, row.rank, row.inner) for _ in row.outer]
     b = [rand(row.adapters, n, row.rank) for n in row.outer]
@@ -117,6 +119,23 @@ def gradient(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensor
     return [(large.to(b.dtype) * SCALE).t() @ b for b in others]
 
 
+def down(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors:
+    """What the adapters make of x, which is narrow."""
+    large, *small = x
+    return [(large.to(each.dtype) * SCALE) @ each for each in small]
+
+
+def narrow_product(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors:
+    """A product of `ALONE` as the operation that the fusion puts into graphs."""
+    if row.kind == "gradient":
+        return narrow_gradient(row, x, w, a, b)
+    from inductor_fusions.fusions.lora.op import NARROW_MM
+
+    large, *small = x
+    found: Tensors = NARROW_MM(large, small, [SCALE] * len(small), [0.0] * len(small), False, [])
+    return found
+
+
 def narrow_gradient(row: Row, x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors:
     """The same as the operation that the fusion puts into graphs."""
     from inductor_fusions.fusions.lora.op import NARROW_MM
@@ -143,7 +162,7 @@ def frozen(row: Row, one: Operands) -> Tensors:
 
 FUNCTIONS = {
     "forward": forward, "backward": backward, "gradient": gradient, "step": forward,
-    "accumulate": accumulate, "dropped": dropped,
+    "accumulate": accumulate, "dropped": dropped, "down": down,
 }  # fmt: skip
 #: Kinds whose up-projections are added to what is in memory.
 ADDED = ("accumulate", "dropped")
@@ -165,6 +184,9 @@ def reference(row: Row, one: Operands) -> tuple[Tensors, Callable[[Tensors], Ten
             kept = [rows((large * mask).t()) for mask in others[count : 2 * count]]
             return [left @ b / KEPT for left, b in zip(kept, others[:count], strict=True)], cut
         return [SCALE * rows(large.t()) @ b for b in others], cut
+    if row.kind == "down":
+        large, *small = wide(one.x)
+        return [SCALE * rows(large) @ each for each in small], cut
     if row.kind == "step":
         # Every gradient of the adapters needs all tokens.
         x, dy = wide(one.x)

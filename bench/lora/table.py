@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bench import device_table
 from bench.common import Json
+from bench.lora.rows import ALONE
 from bench.lora.spellings import ADDED
 from bench.tuning_linears import plain_gain
 from inductor_fusions.decisions import problems
@@ -37,7 +38,7 @@ def sections(rows: Sequence[Json]) -> dict[str, list[Json]]:
             continue
         if row["kind"] == "step":
             continue
-        if row["kind"] == "gradient":
+        if row["kind"] in ALONE:
             found["narrow_mm"] += [{**thin, "tokens": tokens, "gain": ratio} for thin in row["narrow"]]
             continue
         if row["kind"] in ADDED:

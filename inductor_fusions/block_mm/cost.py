@@ -1,14 +1,16 @@
 """How long a configuration takes on a Hopper GPU: waves of tiles, and what each tile and each launch cost.
 
 The tiles of the nearest measured problem are often wrong for a problem that fills the device otherwise: one
-tile more than multiprocessors doubles the time. The constants were fitted to the times of all configurations
-of 355 problems (`first_us` in bench/results/projections_*.json). `python -m bench.regret` says how much is
-lost by what is chosen.
+tile more than multiprocessors doubles the time. `python -m bench.tile_model` fits the constants to the times
+of all configurations (`first_us` in bench/results/projections_*.json), and says how much is lost by what is
+chosen.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ..decisions.problems import FEW_ROWS
 from . import configurations
@@ -17,19 +19,40 @@ from .problem import Problem
 
 #: Microseconds for one element of K of a tile of 128 x 256, if a multiprocessor multiplied at its full rate.
 STEP = 0.01
-#: What tiles lose, by their rows and columns: small ones read more for each result.
-SLOWNESS = {
-    (128, 256): 1.05, (256, 128): 1.19, (128, 128): 1.24, (64, 256): 1.26, (128, 192): 1.27, (64, 192): 1.52,
-    (64, 128): 1.6, (128, 96): 1.68, (128, 64): 1.7, (64, 96): 1.9, (64, 64): 2.2,
-}  # fmt: skip
-SLOWEST = 2.5
-#: Microseconds for one element of K that no tile goes below, because loads take that long.
-LATENCY = 0.0041
-#: Microseconds of a launch, of each tile, and of storing a tile of 128 x 256. A persistent kernel makes
-#: descriptors of its bulk copies first, and stores a tile while it multiplies the next.
-LAUNCH = {"persistent": 4.3, "tiled": 0.24}
-START = {"persistent": 0.54, "tiled": 0.88}
-STORE = {"persistent": 1.1, "tiled": 4.0}
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is fitted.
+
+    Attributes:
+        slowness: what tiles lose, by their rows and columns: small ones read more for each result.
+        slowest: the same of tiles that are not listed.
+        latency: microseconds for one element of K that no tile goes below, because loads take that long.
+        launch, start, store: microseconds of a launch, of each tile, and of storing a tile of 128 x 256, by
+            template. A persistent kernel makes descriptors of its bulk copies first, and stores a tile while
+            it multiplies the next.
+    """
+
+    slowness: Mapping[tuple[int, int], float]
+    slowest: float
+    latency: float
+    launch: Mapping[str, float]
+    start: Mapping[str, float]
+    store: Mapping[str, float]
+
+
+CONSTANTS = Constants(
+    slowness={
+        (128, 256): 1.05, (256, 128): 1.19, (128, 128): 1.24, (64, 256): 1.26, (128, 192): 1.27,
+        (64, 192): 1.52, (64, 128): 1.6, (128, 96): 1.68, (128, 64): 1.7, (64, 96): 1.9, (64, 64): 2.2,
+    },
+    slowest=2.5,
+    latency=0.0041,
+    launch={"persistent": 4.3, "tiled": 0.24},
+    start={"persistent": 0.54, "tiled": 0.88},
+    store={"persistent": 1.1, "tiled": 4.0},
+)  # fmt: skip
 #: The configuration of the nearest measured problem is kept if it is modelled to take at most so many times
 #: the least time, because it may know what the model does not; and of sums with adapters, whose times the
 #: constants were not fitted to.
@@ -51,27 +74,51 @@ def doubt(problem: Problem) -> float:
     return DOUBT_OF_ADAPTERS if min(k or 0 for k in problem.inner) <= MOST_RANK else DOUBT
 
 
-def microseconds(choice: Config, problem: Problem, processors: int) -> float:
-    """The time of a configuration for a problem, as the model has it.
+@dataclass(frozen=True)
+class Work:
+    """What a configuration has to do for a problem.
+
+    Attributes:
+        tile: rows and columns; of a gated pair the columns of both.
+        inner: the mean of K of a tile, in whole steps.
+        each: tiles of the multiprocessor that has most of them.
+        together: thread blocks that a multiprocessor has room for.
+    """
+
+    template: str
+    tile: tuple[int, int]
+    inner: float
+    each: int
+    together: int
+
+    def microseconds(self, by: Constants) -> float:
+        """The time, as the model has it."""
+        area = self.tile[0] * self.tile[1] / (128 * 256)
+        step = STEP * by.slowness.get(self.tile, by.slowest) * area
+        ends = by.start[self.template] + by.store[self.template] * area
+        full, rest = divmod(self.each, self.together)
+        time = full * (max(self.together * step, by.latency) * self.inner + ends)
+        time += (max(rest * step, by.latency) * self.inner + ends) if rest else 0.0
+        return by.launch[self.template] + time
+
+
+def work(choice: Config, problem: Problem, processors: int) -> Work:
+    """What a configuration has to do.
 
     Args:
         choice: "tiled" or "persistent".
         problem: one that `is_modelled`; a symbolic number of rows counts as 512.
         processors: multiprocessors of the device.
     """
-    width = choice.block_n * (2 if problem.gated else 1)
-    area = choice.block_m * width / (128 * 256)
-    step = STEP * SLOWNESS.get((choice.block_m, width), SLOWEST) * area
     tiles, inner = _tiles(choice, problem)
     together = choice.per_processor if choice.template == "persistent" else _together(choice, problem)
+    tile = choice.block_m, choice.block_n * (2 if problem.gated else 1)
+    return Work(choice.template, tile, inner, -(-tiles // processors), together)
 
-    def side_by_side(count: int) -> float:
-        each = START[choice.template] + STORE[choice.template] * area
-        return max(count * step, LATENCY) * inner + each
 
-    full, rest = divmod(-(-tiles // processors), together)
-    time = full * side_by_side(together) + (side_by_side(rest) if rest else 0.0)
-    return LAUNCH[choice.template] + time
+def microseconds(choice: Config, problem: Problem, processors: int) -> float:
+    """The time of a configuration for a problem; the arguments are those of `work`."""
+    return work(choice, problem, processors).microseconds(CONSTANTS)
 
 
 def _tiles(choice: Config, problem: Problem) -> tuple[int, float]:

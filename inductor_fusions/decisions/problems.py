@@ -209,7 +209,7 @@ def _rows(row: Row) -> tuple[float, float]:
 
 
 def _untuned(row: Row) -> float:
-    # The gain of a row is that of its fastest configuration; `bench.regret` has what the choice loses.
+    # The gain of a row is that of its fastest configuration; `bench.tile_model` has what the choice loses.
     return 0.03 if row["tokens"] > FEW_ROWS else 0.0
 
 

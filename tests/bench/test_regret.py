@@ -51,18 +51,6 @@ def test_same_capability_keeps_nearly_all() -> None:
     assert loss["rows"] >= 300 and loss["kept"] >= 0.94 and loss["below_0.98"] <= 2 and loss["worst"] > 0.93
 
 
-def test_configurations_of_widths_left_out() -> None:
-    """The nearest problem's would take 14% longer than the fastest ones."""
-    (name, file), *_ = regret.TIMED.items()
-    table = tables.load(name)
-    assert table is not None
-    lost = regret.tiles_left_out(table, name, regret.RESULTS / file)
-    assert lost["chosen"]["mean"] <= 0.045 < 0.1 <= lost["nearest"]["mean"]
-    assert lost["chosen"]["most"] < 0.4
-    known = json.loads((ROOT / "bench" / "results" / "regret_tables.json").read_text())
-    assert known["tiles"][name] == lost
-
-
 def test_a_row_that_loses_counts() -> None:
     """The only neighbour gains, and the row that is left out loses."""
     row = {

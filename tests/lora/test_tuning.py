@@ -12,7 +12,7 @@ import torch
 
 from bench import device_table
 from bench.lora import spellings
-from bench.lora.rows import Row, grid
+from bench.lora.rows import ALONE, Row, grid
 from bench.lora.table import write_table
 from inductor_fusions.block_mm import configurations, heuristics
 from inductor_fusions.block_mm.problem import Problem
@@ -31,6 +31,8 @@ ROWS = [
     Row("accumulate", 128, 64, (48,), 16, "bfloat16"),
     Row("dropped", 128, 64, (64, 32, 32), 16, "bfloat16"),
     Row("gradient", 128, 64, (16, 16), 16, "bfloat16", 0.1),
+    Row("down", 128, 64, ()),
+    Row("down", 128, 64, (16, 16), 16, "bfloat16"),
 ]
 
 
@@ -50,11 +52,12 @@ def test_reference(row: Row) -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("outer", [(), (16, 16)])
-def test_gradient_of_the_fusion(outer: tuple[int, ...], dropout: float) -> None:
-    row = Row("gradient", 128, 64, outer, dropout=dropout)
-    one = spellings.make(row, "cpu", 0)
-    found = spellings.narrow_gradient(row, one.x, one.w, one.a, one.b)
-    torch.testing.assert_close(found, spellings.gradient(row, one.x, one.w, one.a, one.b))
+def test_skinny_product_of_the_fusion(outer: tuple[int, ...], dropout: float) -> None:
+    for kind in ("gradient",) if dropout else ALONE:
+        row = Row(kind, 128, 64, outer, dropout=dropout)
+        one = spellings.make(row, "cpu", 0)
+        found = spellings.narrow_product(row, one.x, one.w, one.a, one.b)
+        torch.testing.assert_close(found, spellings.FUNCTIONS[kind](row, one.x, one.w, one.a, one.b))
 
 
 def test_grid() -> None:

@@ -1,0 +1,85 @@
+"""The model of tiles: its constants, the fit, and what its choices lose."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from bench import tile_model, tune_projections
+from inductor_fusions.block_mm import cost
+from inductor_fusions.block_mm.configurations import Config
+
+FILE = json.loads((tile_model.RESULTS / "tile_model.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def problems() -> dict[str, list[tile_model.Timed]]:
+    """Of each GPU, those that were timed."""
+    return {name: tile_model.timed(tile_model.RESULTS / file) for name, file in tile_model.TIMED.items()}
+
+
+@pytest.fixture(scope="module")
+def judgement(problems: dict[str, list[tile_model.Timed]]) -> Any:
+    """What is lost now."""
+    return tile_model.judged(problems, tile_model.shipped())
+
+
+def test_constants_are_those_of_the_file() -> None:
+    """python -m bench.tile_model --check bench/results/tile_model.json"""
+    assert tile_model.differences(FILE) == []
+    assert tile_model.constants_of(FILE["constants"]) == cost.CONSTANTS
+    assert tile_model.differences({"constants": {**FILE["constants"], "latency": 1.0}}) == [
+        f"latency: {cost.CONSTANTS.latency}, in the file 1.0"
+    ]
+
+
+@pytest.mark.parametrize("name", tile_model.TIMED)
+def test_choices_without_the_width(name: str, judgement: Any) -> None:
+    """The nearest problem's configurations would take 14% and 11% longer than the fastest ones."""
+    nearest, chosen = (judgement[name]["ways"][way] for way in ("nearest", "shipped"))
+    assert chosen["mean"] <= 0.045 < 0.1 <= nearest["mean"] and chosen["most"] < 0.4
+    assert chosen["kept"] >= nearest["kept"] + 0.08 and chosen["below_0.98"] == 0 < nearest["below_0.98"]
+
+
+def test_file_is_current(judgement: Any) -> None:
+    """python -m bench.tile_model --json bench/results/tile_model.json"""
+    for name, found in judgement.items():
+        known = FILE["judgement"][name]
+        assert known["problems"] == found["problems"]
+        assert {way: known["ways"][way] for way in found["ways"]} == found["ways"]
+    # A fit does not lose more where the width is left out of it, and no fit is better than what is shipped.
+    lost = {
+        way: tile_model.loss(FILE["judgement"], way) for way in ("shipped", "held out", "fitted", "nearest")
+    }
+    assert lost["shipped"] <= lost["fitted"] <= 0.045 and lost["held out"] <= lost["shipped"] + 0.005
+
+
+def test_fit_finds_constants(
+    problems: dict[str, list[tile_model.Timed]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of times that a model with other constants makes."""
+    monkeypatch.setattr(tile_model, "STEPS", (0.4, 0.1, 0.03))
+    hidden = tile_model.constants_of(
+        {**tile_model.flat(cost.CONSTANTS), "launch tiled": 2.0, "slowness 128x256": 1.6}
+    )
+    name, some = next(iter(problems.items()))
+    made = [
+        tile_model.Timed(
+            each.row, each.problem, each.stock,
+            {c: cost.work(c, each.problem, 132).microseconds(hidden) for c in each.times},
+        )
+        for each in some[::5]
+    ]  # fmt: skip
+    found = tile_model.fit(tile_model.points((name, each) for each in made))
+    assert found.launch["tiled"] == pytest.approx(2.0, rel=0.1)
+    assert found.slowness[128, 256] == pytest.approx(1.6, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [Config("persistent", 128, 256, 64, 8, 3, 16, 2), Config("tiled", 64, 96, 128, 4, 5, across=True)],
+)
+def test_names_of_configurations(choice: Config) -> None:
+    assert tune_projections.named(tune_projections.name_of(choice)) == choice

@@ -64,7 +64,7 @@ MOST_ROWS = 16
 
 
 _OF_EXPERTS = Reason.LIMIT(
-    "the activation follows a batch of products (experts, say), and the kernel supports one matrix"
+    "the activation follows a batch of products, such as of experts, and the kernel supports one matrix"
 )
 
 

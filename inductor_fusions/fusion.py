@@ -1,7 +1,7 @@
 """The contract of a fusion: `Fusion`, `Candidate`, `Rejected`, `LeftToStock`.
 
-A `Fusion` has a stage, the graph that it reads, and patterns for torch's pattern matcher, declared in one of
-three ways: an anchor with a reader, which makes a `Candidate` of one match; a group with a reader, which
+A `Fusion` has a stage, which says what graph it reads, and patterns for torch's pattern matcher. A pattern is
+declared in one of three ways: an anchor, whose reader makes a `Candidate` of one match; a group, whose reader
 makes candidates of all matches in a graph; or a replacement of one function by another. Each candidate proves
 that it may be fused (`guard`) and changes the graph (`rewrite`). `matching` finds the candidates and
 `passes.FusionPass` drives them, so a fusion contains no error handling, no reporting and no toggles.

@@ -68,7 +68,7 @@ def _loaded(skipped: frozenset[str]) -> tuple[Foreign, ...]:
         found.append(Foreign(entry.name, package, given))
     for name in sorted(skipped - known - taken):
         near = difflib.get_close_matches(name, known | taken, n=1, cutoff=0.0)
-        log.warning("%s, which is to be skipped, is no fusion; did you mean %s?", name, near[0])
+        log.warning("INDUCTOR_FUSIONS_SKIP has %s, which is no fusion; did you mean %s?", name, near[0])
     return tuple(found)
 
 

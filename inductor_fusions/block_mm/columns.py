@@ -1,8 +1,8 @@
 """Slices of a product's columns, as products with slices of its weight.
 
-A gate and what it multiplies are often one linear, whose result is taken apart again: by `chunk` or `split`,
-by slices, every second column, as rows of a view, or as parts that an einsum puts in front. The bias may be
-an addition by itself, also of a linear that is not taken apart.
+Gate and up are often one linear whose result is split again: by `chunk` or `split`, by slices, every second
+column, as rows of a view, or as parts of an einsum. The bias may be an addition by itself, also of a linear
+that is not taken apart.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The operation `inductor_fusions::block_mm`: kernel for eager mode, fake kernel, gradient and FLOPs.
 
-In a graph it stands for the one kernel that `lowering` makes of it. The outputs are separate dense
-tensors: the views of one packed buffer would keep all of it in memory for as long as one of them is
-used, which for a value that is saved for the backward costs more than the unfused products do.
+`lowering` makes one kernel of it. The outputs are separate dense tensors. Views of one packed buffer would
+keep all of it in memory as long as one of them is used. If one is saved for the backward, that takes more
+memory than the unfused products.
 """
 
 from __future__ import annotations

@@ -135,8 +135,8 @@ def _compare_device(name: str) -> None:
         first = _inductor.first_to_say(f"inductor_fusions/device/{name.partition('_')[0]}", name)
         if first != name:
             log.warning(
-                "this process runs on %s, another one of the job on %s: each fuses what pays on its own "
-                "device, so that they may differ in rounding. INDUCTOR_FUSIONS=0 leaves all to stock",
+                "this process runs on %s, another one of the job on %s: each fuses what is faster on its "
+                "own device, so results may differ in rounding. INDUCTOR_FUSIONS=0 leaves all to stock",
                 name,
                 first,
             )

@@ -1,7 +1,7 @@
 """Measurements on this machine: when they are allowed, their order, and the worker process.
 
-A problem is measured in a process of its own (`inductor_fusions.worker`), so that neither the compile that
-asks nor the memory of its process is touched, whatever happens there.
+A problem is measured in a process of its own (`inductor_fusions.worker`). Whatever happens there, the compile
+that asks and the memory of its process are not affected.
 """
 
 from __future__ import annotations

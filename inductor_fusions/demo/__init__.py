@@ -1,8 +1,8 @@
 """The demonstration: four whole models, stock and fused `torch.compile` side by side.
 
-Every model has a real configuration (`configs/models`) and random weights. Stock and fused are compiled
-from the same module in the same process; their steps are timed in turns, and the outputs and gradients of
-both are compared with a float64 run of an eager copy, over a slice of the batch.
+Every model has a real configuration (`configs/models`) and random weights. Stock and fused are compiled from
+the same module in the same process, and their steps are timed in turns. Outputs and gradients of both are
+compared with a float64 run of an eager copy, over a slice of the batch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Finds the candidates of a fusion: matches of its patterns, in graph order.
 
-Each fusion has a `PatternMatcherPass` of its own. It is applied once to a graph, and files every match; then
-the matches are read one after another, each in the graph as the sites before it have left it. What torch
-counts for its own patterns is counted for each site that was fused.
+Each fusion has a `PatternMatcherPass` of its own. It is applied once to a graph, and only notes every match.
+Then the matches are read one after another, each in the graph that the sites before it have left. The
+counters that torch has for its own patterns are increased for each fused site.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The linear becomes a grouped GEMM of one group. An activation that is all that r
 (`gelu(x @ W + b)`). Whatever else follows stays in the graph, and Inductor's scheduler fuses it into the
 kernel's epilogue (`sigmoid(x @ W + m * y + bias)`, or an activation beside a value that a backward needs).
 
-For up to 16 rows, as in decoding, a linear without an activation is a site as well: a kernel of the package
-may read the weight faster than the library's GEMM does.
+Up to 16 rows, as in decoding, a linear without an activation is a site as well. A kernel of the package may
+read the weight faster than the library's GEMM does.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ MOST_ROWS = 16
 
 
 _OF_EXPERTS = Reason.LIMIT(
-    "the activation follows a batch of products (experts, say), and the kernel supports one matrix"
+    "the activation follows a batch of products, such as of experts, and the kernel supports one matrix"
 )
 
 

@@ -1,9 +1,9 @@
 """Indices that many gathers read, computed once.
 
-The relative positions of DeBERTa are buckets of a logarithm: some twenty operations on each (query, key).
-They are computed once in the model, but Inductor writes cheap-looking values that have several readers into
-each of these again: there every layer, head and sample takes the logarithm anew, and that is most of what
-its biases cost. An index that is smaller than what is gathered with it is put into memory here, once.
+The relative positions of DeBERTa are buckets of a logarithm: some twenty operations on each (query, key). The
+model computes them once. But Inductor recomputes values that look cheap in each of their readers: every
+layer, head and sample computes the logarithm again, which is most of the time of its biases. If an index is
+smaller than what is gathered with it, it is materialised here, once.
 """
 
 from __future__ import annotations

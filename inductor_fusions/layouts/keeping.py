@@ -1,7 +1,7 @@
 """Copies operands that a fused operation saves for its backward, if they may be overwritten.
 
-Autograd raises if a saved tensor was overwritten. Eager saves less than a fused operation: a matrix product
-saves an operand only if the other one requires a gradient, and often a copy of it; an addition saves nothing.
+Autograd raises if a saved tensor was overwritten. Eager saves less than a fused operation. A matrix product
+saves an operand only if the other one requires a gradient, and often a copy of it. An addition saves nothing.
 So where eager allows it, a later node or the caller may overwrite an operand of a fused operation. An operand
 is copied if it is written to later, if it shares memory with an input of the graph, or if the graph returns
 it. It is not copied if eager saves it as well: then eager raises, too.

@@ -1,10 +1,10 @@
 """Outputs of a changed graph keep their strides and their aliasing.
 
 A fused operation may give its result other strides than the nodes that it replaces, and then so may what is
-computed from the result. AOTAutograd takes the strides that it traces for those that the caller sees. So
-where such a value leaves the graph, it is brought to the strides that Dynamo saw: by a copy if they differ,
-which Inductor fuses into what computes the value, and by nothing if they do not. Inside the graph, layouts
-are free.
+computed from the result. AOTAutograd takes the strides that it traces for those that the caller sees. So if
+such a value leaves the graph with other strides than Dynamo saw, it is copied to those strides. Inductor
+fuses the copy into what computes the value. If the strides are equal, nothing is copied. Inside the graph,
+layouts are free.
 
 A fused operation may also save its result for its backward. If the caller gets that memory, it gets a copy
 instead, because it may write to it.

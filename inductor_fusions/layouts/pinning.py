@@ -1,9 +1,9 @@
 """Materialises tensors captured by flex attention that Inductor cannot lower otherwise.
 
-Inductor inlines the computation of a captured tensor into the kernel, element by element. If that computation
-reads a buffer whose strides are not fixed yet (a cumulative sum, a matrix product, a value with several
-readers), Inductor raises "convert FlexibleLayout to FixedLayout first". An `as_strided` with the strides that
-the value has anyway fixes them. Such a value is in memory in any case, so nothing is copied.
+Inductor inlines the computation of a captured tensor into the kernel, element by element. The computation may
+read a buffer whose strides are not fixed yet: a cumulative sum, a matrix product, a value with several
+readers. Then Inductor raises "convert FlexibleLayout to FixedLayout first". An `as_strided` with the strides
+that the value has anyway fixes them. Such a value is in memory in any case, so nothing is copied.
 
 The strides of the query are fixed as well, because the template for short queries reads them too early.
 

@@ -1,8 +1,8 @@
 """Attention on DTensors: batch and heads may be sharded, everything else is gathered first.
 
 Each rank computes its own samples and heads with no communication. It is a function around the operation, not
-a rule for it: the operation's lists of masks and of gradients have no place in the rules that torch takes
-(`torch.distributed.tensor.experimental.register_sharding`).
+a sharding rule: torch's rules (`torch.distributed.tensor.experimental.register_sharding`) do not support the
+operation's lists of masks and of gradients.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Fuses attention, hand-written or SDPA, to the fastest equivalent kernel.
 
-`recognise` reads the attention around a softmax into its `normal_form`, `masks` proves what its mask says,
-`problem` brings it to (batch, heads, length, dim), `kernels` picks a kernel, `emit` writes it.
+`recognise` reads the attention around a softmax into its `normal_form`. `masks` proves which keys its mask
+shows. `problem` brings it to (batch, heads, length, dim). `kernels` selects a kernel, and `emit` writes the
+call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which values of a torch-level graph are overwritten, and when.
 
-Dynamo's graph is not functional: `scores += mask` and `buffer[i] = x` are nodes. A rewrite that reads a
-value later than the graph did must know that nobody overwrites it in between, and a proof about a
-value must know that the value is the one that its node made.
+Dynamo's graph is not functional: `scores += mask` and `buffer[i] = x` are nodes. If a rewrite reads a value
+later than the graph did, nothing may overwrite it in between. And a proof about a value holds only if the
+value is still the one that its node computed.
 """
 
 from __future__ import annotations

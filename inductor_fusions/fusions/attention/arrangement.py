@@ -1,9 +1,9 @@
 """The roles of the dims of a score tensor: queries, keys, batch and heads, under views.
 
-People write the scores as (batch, heads, queries, keys), as (queries, keys, batch, heads), as (batch,
-queries, heads, keys), or with the dims of an image apart. A reader goes from operation to operation with an
-`Arrangement`, which says what the dims of the tensor at hand are, and brings what acts on the scores to the
-order (*lead, queries, keys).
+Models have the scores as (batch, heads, queries, keys), as (queries, keys, batch, heads), as (batch, queries,
+heads, keys), or with the dims of an image apart. A reader goes from operation to operation with an
+`Arrangement`. It says what the dims of the current tensor are, and brings masks and biases to the order
+(*lead, queries, keys).
 """
 
 from __future__ import annotations

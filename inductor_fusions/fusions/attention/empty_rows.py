@@ -61,7 +61,8 @@ def check_empty_rows(problem: Problem, by_logsumexp: bool) -> None:
     if config.empty_rows != "ignore" and not (problem.structure and problem.structure.never_empty):
         if by_logsumexp and hides:
             raise Reason.EMPTY_ROWS.rejected(
-                "the weights of a fully masked row are 1, exp of a large number minus itself", "torch.softmax"
+                "each weight of a fully masked row is 1, because its logsumexp rounds to the fill",
+                "torch.softmax",
             )
         half = problem.dtype == torch.float16
         _check_absorbed(terms, torch.finfo(torch.float16).min if half else EMPTY_BELOW)

@@ -1,10 +1,10 @@
 """The backward of flex attention as matrix products of the library, where that is measured to be faster.
 
-The template computes five products a block in one kernel and keeps two accumulators of a whole block of
-keys. At head dim 256 these fill the register file, and it runs at a third of what the library reaches. Here
-the queries go in chunks: for each, the products over the keys that it may see are calls of the library, and
-what lies between them (score_mod, mask_mod, their gradient) is one pointwise kernel. The scores of one chunk
-at a time are in memory.
+The template computes five products a block in one kernel and keeps two accumulators of a whole block of keys.
+At head dim 256 these fill the register file, and it runs at a third of what the library reaches. Here the
+queries are split into chunks. For each chunk, the library computes the products over the keys that it may
+see. What lies between them (score_mod, mask_mod, their gradient) is one pointwise kernel. Only the scores of
+one chunk are in memory at a time.
 
 With s = q k^T * scale, t = score_mod(s), p = exp2(t / ln 2 - lse) and D = rowsum(dO * O):
 

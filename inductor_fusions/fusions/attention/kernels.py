@@ -106,7 +106,7 @@ def _check_copies(problem: Problem) -> None:
     copied = problem.key_scalers or problem.value_scalers or len(problem.results) > 1
     if copied and few_queries and config.policy != "always":
         raise Reason.NOT_FASTER.left_to_stock(
-            "few queries, for which keys or values would be written to memory once more"
+            "there are few queries, and all keys or values would be copied for them"
         )
 
 

@@ -1,7 +1,7 @@
 """A sink that comes after the product with v: `out * sigmoid(logsumexp(scores) - sink)`.
 
-exp(scores) / (sum(exp(scores)) + exp(sink)) is the softmax of the scores times this factor, so it is the same
-as a column that is concatenated before the softmax and dropped after it.
+The softmax of the scores times this factor is exp(scores) / (sum(exp(scores)) + exp(sink)). So the sink is
+equal to a column that is concatenated before the softmax and dropped after it.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A row is fully masked if its query sees no key: left padding under a causal mask, a padded query of DeBERTa.
 With a finite fill all unfused scores of the row become the fill, so its weights are equal and its result is
-the mean of the values. A fused kernel gets such a row wrong: it multiplies scores by log2(e), which overflows
-for the lowest number of a dtype, and its backward reads a logsumexp, in which fill + log(kv_len) rounds to
-the fill.
+the mean of the values. A fused kernel computes such a row wrongly. It multiplies scores by log2(e), which
+overflows for the lowest number of a dtype. Its backward reads a logsumexp, in which fill + log(kv_len) rounds
+to the fill.
 
 So these rows are found (one reduction of the mask, shared by all layers) and given equal scores again:
 

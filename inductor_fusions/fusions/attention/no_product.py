@@ -15,7 +15,7 @@ from ...reasons import Reason
 NO_PRODUCT = Reason.NO_PRODUCT("no product of queries and keys precedes the softmax")
 ELEMENTWISE = Reason.NO_PRODUCT("the scores are sums of elementwise products, not a matrix product")
 OUTSIDE = Reason.NO_PRODUCT(
-    "the scores are computed outside of the region (a checkpoint, say) of the softmax"
+    "the scores are computed outside of the region, such as a checkpoint, of the softmax"
 )
 #: How far a product is looked for, in nodes.
 REACH = 64

@@ -29,7 +29,7 @@ from .structure import narrowed
 from .written_out import SOFTMAXES, sums_at
 
 MERGED = Reason.IN_BETWEEN(
-    "a view merges the queries with a leading dim, and not only masks and biases stand behind it"
+    "a view merges the queries with a leading dim, and operations other than masks and biases follow it"
 )
 
 
@@ -272,8 +272,8 @@ def _check_sum(site: Attention, bounded: bool) -> None:
 #: Operations on weights whose results are no weights.
 _RESULTS = PRODUCTS | {"sum"}
 _DIFFERENCE = Reason.IN_BETWEEN(
-    "the weights of two softmaxes are subtracted or added (differential attention): fused, both results "
-    "would be rounded before that, and a subtraction cancels digits"
+    "the weights of two softmaxes are subtracted or added (differential attention), and fused attentions "
+    "would round both results first, so that a subtraction loses digits"
 )
 
 

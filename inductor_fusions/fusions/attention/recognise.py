@@ -1,9 +1,9 @@
 """Finds attention in Dynamo's torch-level graph by what it computes.
 
 Every softmax is an anchor, in all of its forms (`torch_ops`), also as exponentials over their sum
-(`written_out`). From there the graph is read upwards to the product of queries and keys (`scores`), and
-downwards to the product with the values (`output`), into the normal form (`normal_form`). An operation in
-between that is not part of this form rejects the site, with the reason.
+(`written_out`). From there the graph is read into the `normal_form`: upwards to the product of queries and
+keys (`scores`), and downwards to the product with the values (`output`). An operation in between that is not
+part of this form rejects the site, with the reason.
 """
 
 from __future__ import annotations

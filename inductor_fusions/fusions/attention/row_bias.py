@@ -1,13 +1,13 @@
 """Causal attention with one row of biases for all queries: cuDNN's kernel takes both at once.
 
-SDPA wants either a mask or `is_causal`, so that padding, or ALiBi, beside a causal mask costs a bias of
-(batch, heads, q_len, kv_len), and the work on keys that nobody sees. The operation behind SDPA takes a bias
-with `is_causal`, and expands one that has a single query (ATen/native/transformers/cuda/attention.cu). So
-what is left of a mask beside "causal" is written as (batch, heads, 1, kv_len).
+SDPA takes either a mask or `is_causal`. So padding, or ALiBi, beside a causal mask needs a bias of (batch,
+heads, q_len, kv_len), and work on keys that no query sees. The operation behind SDPA takes a bias with
+`is_causal`, and expands one that has a single query (ATen/native/transformers/cuda/attention.cu). So the part
+of a mask that is not causal becomes a bias of (batch, heads, 1, kv_len).
 
-What a query adds to all of its scores is not seen by a softmax, so that slope * (key - query) could be
-written as slope * key. That is not done: the bias has the dtype of q, and slope * key has lost the digits in
-which neighbouring keys differ. Flex attention computes such a bias in float32.
+A number that is added to all scores of a query does not change the softmax, so slope * (key - query) could be
+written as slope * key. That is not done: the bias has the dtype of q, in which slope * key has lost the
+digits in which neighbouring keys differ. Flex attention computes such a bias in float32.
 """
 
 from __future__ import annotations

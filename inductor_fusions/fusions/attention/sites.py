@@ -44,7 +44,7 @@ def hand_written(scope: Scope, weights: fx.Node | None) -> Candidate | None:
     if not reaches_product(weights, scope.outside):
         return None
     leaves = Reason.WEIGHTS.rejected(
-        "the product with v is outside of the region (a checkpoint, say) that computes the weights",
+        "the product with v is outside of the region, such as a checkpoint, that computes the weights",
         "compute the product with v in the same region",
     )
     return Reported(weights, leaves, {"scores": _text(weights)})
@@ -124,8 +124,8 @@ class HandWritten(Candidate):
             between = self.scope.mutations.between
             if node in site.outputs or not is_pure(node) or any(between(r, site.output, node) for r in read):
                 raise Reason.WEIGHTS.rejected(
-                    "the attention weights are also used by another product, for which "
-                    f"{node.name} is not known to be the same in front of the first one"
+                    "the attention weights are also used by another product, and "
+                    f"{node.name} may have another value before the first one"
                 )
             found.add(node)
             frontier += read

@@ -1,8 +1,8 @@
 """Masks as predicates, for kernels that skip blocks or support windows.
 
-The terms of an attention are brought together into one predicate over (batch, head, query, key), where
-all of them can be read. The predicate may hold elements of tensors (the padding of a batch, the document
-of a token), as long as none of them is a whole (query, key) matrix: such a mask is data, and is passed on.
+If all mask terms of an attention can be read, they become one predicate over (batch, head, query, key). The
+predicate may hold elements of tensors, such as the padding of a batch or the document of a token. It may not
+hold a whole (query, key) matrix: such a mask is data, and is passed on unchanged.
 """
 
 from __future__ import annotations

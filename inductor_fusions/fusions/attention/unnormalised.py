@@ -84,8 +84,8 @@ def over_edges(exp: fx.Node) -> Candidate | None:
             summing = read(total)
             assert summing is not None
             why = Reason.NO_PRODUCT.rejected(
-                f"{summing.name} sums the exponentials of a softmax, over the edges of a graph, say: their "
-                "scores are no matrix product"
+                f"{summing.name} sums the exponentials of a softmax, as over the edges of a graph: the "
+                "scores are not a matrix product"
             )
             return Reported(exp, why, {"scores": text(tensor(exp))})
     return None

@@ -6,9 +6,10 @@
     exp(s - s.logsumexp(-1, keepdim=True)),  exp(log_softmax(s, -1))
     e / (e.sum(-1, keepdim=True) + exp(-m)) with the m that is subtracted: a sink of 0 ("softmax one")
 
-All of them are what a softmax computes, in the same range; but in a row that is filled with a large number,
-the logsumexp is that number, and each weight 1. Exponentials of scores whose largest is not
-subtracted overflow where it does not; whatever is done to exponentials or to their sum makes other weights.
+All of them are equal to a softmax, in the same range. There is one exception: in a row that is filled with a
+large number, the logsumexp is that number, and each weight is 1. Other forms are not matched. Exponentials of
+scores whose maximum is not subtracted overflow where a softmax does not, and any other operation on
+exponentials or on their sum gives other weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 """The kernels of `dot_interaction`, and what launches them.
 
-All products of the features of one sample are one small matrix, which stays in registers: the pairs that are
-wanted of it go to memory, and in the backward their gradients come from there.
+All products of the features of one sample are one small matrix, which stays in registers. Only the selected
+pairs are written to memory. The backward reads their gradients.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     y[b] = dense[b], and behind it the sum over d of t[b, i, d] * t[b, j, d] for each pair i, j
 
-The pairs of `dot_interaction` are a triangle. Those of `dot_pairs` are named by a tensor of cells i * F + j
-of the matrix of all products, whose values need not be known; a pair may occur more than once. The operation
-does not check that each cell is one of the matrix: the indexing that makes the tensor does.
+The pairs of `dot_interaction` are a triangle. Those of `dot_pairs` are given by a tensor of cells i * F + j
+of the matrix of all products. Its values need not be known, and a pair may occur more than once. The
+operation does not check that each cell is one of the matrix: the indexing that makes the tensor does.
 
 On CUDA devices one kernel reads t once and writes y, without the matrix of all products; so does the
 backward. Inductor launches both as it does its own. Elsewhere they are what torch makes of them.

@@ -3,11 +3,11 @@
     z = torch.bmm(t, t.transpose(1, 2))
     torch.cat([dense, z[:, i, j]], dim=1)
 
-also as `z.flatten(1)[:, k]` and `gather`, as rows `z[:, i, :i]` or elements that `cat` or `stack` puts beside
-each other, of z times a number, and as `(t[:, i] * t[:, j]).sum(-1)`, or of features that `split` takes apart
-and `cat` or `stack` puts beside each other. Which pairs they are may be in the graph, as
-numbers or by `tril_indices` and `triu_indices`: a triangle has a kernel of its own. Contents of buffers and
-inputs are never read: the kernel takes the tensor.
+Other forms: `z.flatten(1)[:, k]` and `gather`; rows `z[:, i, :i]` or elements that `cat` or `stack`
+concatenates; z times a number; `(t[:, i] * t[:, j]).sum(-1)`, also of features that `split` takes apart and
+`cat` or `stack` concatenates. If the graph has the pairs as numbers, or by `tril_indices` and `triu_indices`,
+and they are a triangle, it has a kernel of its own. Contents of buffers and inputs are never read: the kernel
+takes the tensor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`inductor_fusions::cudnn_attention_backward`: cuDNN's backward with operands in the layout of its plan.
 
 torch caches the plan of a backward under the sizes and strides of q, k, v and the mask. The strides of the
-output and of its gradient are in the plan and not in the key (aten/src/ATen/native/cudnn/MHA.cpp), so they
-are made a function of those of q here: the order of q's strides, as the forward lays its output out.
+output and of its gradient are in the plan but not in the key (aten/src/ATen/native/cudnn/MHA.cpp). So here
+they are a function of the strides of q: they get q's order, which the forward gives its output too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """From the logits of a loss up to the linear that makes them, in Dynamo's torch-level graph.
 
-In between, the logits may be scaled, bounded by c * tanh(x / c), cast to a wider dtype and viewed, and some
-of the rows or classes may be taken, as long as the classes stay a dim of their own. One linear may have the
-classes of several heads: `split`, or a view from which one head is taken, as from a `stack` of linears. The
-bias may be an addition by itself.
+In between, the logits may be scaled, bounded by c * tanh(x / c), cast to a wider dtype and viewed. Some of
+the rows or classes may be taken, if the classes stay a dim of their own. One linear may have the classes of
+several heads: `split`, or a view from which one head is taken, as from a `stack` of linears. The bias may be
+an addition by itself.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The operations of the loss head, their gradients and FLOPs.
 
-`linear_cross_entropy` is a loss: one number. Its gradient of the logits is known up to a factor as soon as
-they are, so that the forward makes the gradients of its operands from the same logits, and the backward
-multiplies them by the gradient of the loss. `linear_softmax_rows` has one result for each row. What gradient
-it gets is known in the backward alone, which makes the logits again.
+`linear_cross_entropy` is a loss: one number. The logits determine their gradient up to a factor. So the
+forward computes the gradients of its operands from the same logits, and the backward multiplies them by the
+gradient of the loss. `linear_softmax_rows` has one result for each row. Its incoming gradient is known only
+in the backward, which recomputes the logits.
 
 Neither has all logits in memory: `chunks` has the loop over them.
 """

@@ -1,8 +1,8 @@
 """Float32 matrices that are inputs of a graph, split up for its products many at a time.
 
-By itself each is a kernel of a microsecond, which the host launches more slowly than the device runs it. So
-they are made together, in the order in which they are read: those of about one layer at a time, in front of
-the first that is needed, so that none is in memory for long.
+Each by itself would be a kernel of a microsecond, which the host launches more slowly than the device runs
+it. So one kernel splits the matrices of about one layer, in the order in which they are read. It runs right
+before the first one is needed, so that none is in memory for long.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Down-projections that cast their input to float32 or apply dropout, before autograd.
 
 PEFT's adapters are float32 beside a base of 16 bits. Autograd then keeps the widened input for the gradient
-of A, twice the memory of the input that is there. After autograd it is too late: what is kept is settled. So
+of A, twice the memory of the input that is there. After autograd, what is saved cannot be changed. So
 `F.linear(x.to(torch.float32), A)` becomes one operation here, which keeps x.
 
 Behind a dropout autograd keeps the dropped input beside its mask. `F.linear(F.dropout(x, p), A)` becomes one
 operation that keeps x and the mask. The mask is drawn in the place of the dropout, as the decomposition of
-`native_dropout` in torch/_decomp/decompositions.py draws it: random numbers keep their order, and so the same
+`native_dropout` in torch/_decomp/decompositions.py draws it. Random numbers keep their order, so the same
 seed gives the same mask.
 
 Under autocast both linears of an adapter round their operands to 16 bits. Nothing is widened in memory then.

@@ -1,8 +1,9 @@
 """Matches sums with adapters that are no grouped GEMM, in a post-grad graph.
 
-Either no product is added to the adapters, as with a quantised base, whose operation is its own; or masks are
-between their products and the sum, as in the backward of a dropout in front of each adapter. All terms that
-are no adapters are the base; what is added around the adapters and the products is left outside.
+There are two kinds. In one, no product is added to the adapters, as with a quantised base, which has an
+operation of its own. In the other, masks are between the products of the adapters and the sum, as in the
+backward of a dropout in front of each adapter. All terms that are no adapters are the base. What is added
+around the adapters and the products stays outside.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     x * rsqrt(mean(x * x) + eps) * gain
 
-Models write the same as a division by a root, by a power, or by `x.norm()`; the `clamp` of that is the root
-of the larger one of mean and eps.
+Models also write it as a division by a root, by a power, or by `x.norm()`. A `clamp` of the latter is the
+root of the larger one of mean and eps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Fuses a linear on a flattened outer product without materialising the outer product.
 
-The interaction of all pairs of features, as in a DLRM with the full outer product: a row of P * Q products
-is read by one linear, and by nothing else. It becomes `inductor_fusions::outer_product_linear`, whose
-kernel makes the products in registers; its backward makes some of them at a time.
+This is the interaction of all pairs of features, as in a DLRM with the full outer product. One linear, and
+nothing else, reads a row of P * Q products. It becomes `inductor_fusions::outer_product_linear`, whose kernel
+computes the products in registers. The backward computes some of them at a time.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 """The kernels of `outer_product_linear`; `launch` has their tiles, and launches them.
 
-The row of P * Q products is never in memory. The columns of the weight are put in the order of blocks of
-BLOCK_Q columns q: a block holds BLOCK_Q columns for each of its p, and is aligned. In it
+The row of P * Q products is never in memory. The columns of the weight are reordered into aligned blocks,
+each of which holds BLOCK_Q columns q for each of its p. In a block,
 
     y[m, n] = sum over p of (sum over q of (u[m, p] * v[m, q]) * w[n, p, q])
 
-is a matrix product for each p, whose left operand is made in registers of a block of v, which stays where it
-is. Where u and v are one matrix, w[n, p, q] and w[n, q, p] are factors of one product: block b
-has the p below (b + 1) * BLOCK_Q alone, with the sum of the two. That is 61% of the work for 432 features
-in blocks of 64. float16 has not the range for such sums.
+is a matrix product for each p. Its left operand is computed in registers from a block of v, which stays
+there. If u and v are one matrix, w[n, p, q] and w[n, q, p] are factors of the same product. Then block b has
+only the p below (b + 1) * BLOCK_Q, with the sums of the two. That is 61% of the work for 432 features in
+blocks of 64. The range of float16 is too small for such sums.
 
-In float32 the matrix products are those of TF32. Operands are rounded to it: the tensor cores would cut off.
+In float32 the matrix products use TF32. Operands are rounded to it, because the tensor cores would truncate.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 On CUDA devices the product of u and v is made in the GEMM that reads it, and never written to memory.
 Inductor launches these kernels as it does its own, except where the number of samples is symbolic. Elsewhere
-the operation is what torch makes of it. Its two gradients are operations of torch's products, for some
-features of u at a time: of the rows of P * Q products `CHUNK` bytes are in memory at once.
+the operation is what torch makes of it. Its two gradients are computed by torch's matrix products, for some
+features of u at a time. So only `CHUNK` bytes of the rows of P * Q products are in memory at once.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Rewrites graphs that Inductor's own attention patterns misread.
 
-Before torch 2.15 those patterns ignore some constants of the operations that they match: the dim of a
-softmax, the order of a permutation, `alpha` of an addition, a divisor. A graph that differs from attention in
-nothing but such a constant is replaced by attention, and the result is silently wrong (pytorch#196468,
-#195320). Each of them is brought here to an equal form that means to the pattern what it means to everybody
-else:
+Before torch 2.15 those patterns ignore some constants: the dim of a softmax, the order of a permutation,
+`alpha` of an addition, a divisor. If a graph differs from attention only by such a constant, they replace it
+by attention, and the result is silently wrong (pytorch#196468, #195320). Each such operation gets an equal
+form here, which the pattern reads correctly or not at all:
 
 | graph | equal form |
 |---|---|
@@ -15,17 +14,17 @@ else:
 | `scores / c`, or `q / c`, where c is not sqrt(head_dim) (torch 2.11) | `-(-scores / c)` |
 | the same where c is a tensor | `-(-scores / c)` |
 
-With any torch, what a pattern puts there keeps its result for its backward, and a product does not: of a
-result that leaves the graph in training the caller gets a copy (`returned`), which Inductor drops where
-nothing keeps it.
+With any torch, the attention that a pattern inserts saves its result for its backward, while a matrix product
+does not. If a result leaves the graph in training, the caller gets a copy (`returned`). Inductor drops the
+copy if nothing saves the result.
 
-Views cost nothing, and a factor is computed in the kernel of the addition. Only what lies between two matrix
-products is touched, and attention that is fused before has none of it left.
+Views cost nothing, and a factor is computed in the kernel of the addition. Only operations between two matrix
+products are changed. Attention that was fused before has none left.
 
-torch 2.13 and 2.14 also have patterns (29 and 30) for what SDPA is decomposed to where no backend takes it:
-where the last dim of q, k or v is not in order in memory, or v has another head dim, or the mask takes a
-gradient. They ignore the permutations of q, k and v as well, so those of every SDPA call are brought to that
-form.
+torch 2.13 and 2.14 also have patterns (29 and 30) for decomposed SDPA. SDPA is decomposed if no backend
+supports the call: the last dim of q, k or v is not contiguous, v has another head dim, or the mask requires a
+gradient. These patterns ignore the permutations of q, k and v as well, so the permutations of every SDPA call
+are rewritten too.
 """
 
 from __future__ import annotations

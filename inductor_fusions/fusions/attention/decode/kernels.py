@@ -2,10 +2,10 @@
 """The kernels of `decode_attention`, and what launches them.
 
 Flash decoding (Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference", 2023): the keys of a
-head are split over thread blocks, and a second kernel joins the parts. Here the tiles of keys that the mask
-hides from all queries are left out before: `order_kernel` lists the others, once for all layers that share a
-mask, and the parts take the tiles of the list in turns, so that they are equally long however much of a cache
-is in use. The queries of all heads that share keys are the rows of one tile.
+head are split over thread blocks, and a second kernel joins the parts. Here `order_kernel` lists the tiles of
+keys that the mask shows to some query, once for all layers that share a mask. The parts take the tiles of the
+list in turns, so they are equally long however much of a cache is in use. The queries of all heads that share
+keys are the rows of one tile.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`inductor_fusions::decode_attention`, and what it needs of a mask: `decode_tiles` and `lowest_of`.
 
-All layers of a model have one mask. Which tiles of keys it shows to any query is found out once, at run time
-and on the device, and the attentions read the keys and values of those tiles alone. Inductor launches the
-kernels as it does its own. On devices without them the operations are what torch makes of them.
+All layers of a model have one mask. The tiles of keys that it shows to any query are found once, at run time
+and on the device. The attentions read the keys and values of those tiles alone. Inductor launches the kernels
+as it does its own. On devices without them the operations are what torch makes of them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Mask algebra: proves which keys a mask shows, from the graph that computes it.
 
-A mask is a function of the indices (..., q, k). `Interpreter` reads the subgraph that computes it into
-the values of `values`: numbers that are affine in the indices, conditions on them, and elements of tensors
-that cannot be read further. It gives None for what is overwritten. Sizes may be symbolic; then every
-comparison is made with `known_true`, which adds no guard. A class is only ever given by proof. Contents of
+A mask is a function of the indices (..., q, k). `Interpreter` reads the subgraph that computes it into the
+values of `values`. These are numbers that are affine in the indices, conditions on them, and elements of
+tensors that cannot be read further. If something is overwritten, the result is None. Sizes may be symbolic:
+every comparison uses `known_true`, which adds no guard. A mask gets a class only by proof. Contents of
 buffers are never read: compiled code is cached without them.
 
     values        numbers and conditions

@@ -8,9 +8,9 @@ Everything is a function of the indices (..., q, k) of a tensor, whose dims are 
     Select      one affine value where a condition holds, else another    (where, masked_fill)
     Data        an element of a tensor, such as a float, that nothing can be computed with
 
-An `Element` is data: a tensor read at indices that are affine themselves. Nothing is known of its value,
-but it is equal to itself, which is what makes "the same document" a class; and the dims that its indices
-depend on are all over which it may vary.
+An `Element` is data: a tensor read at indices that are affine themselves. Nothing is known of its value, but
+it is equal to itself: that is enough to prove "the same document". It varies only over the dims that its
+indices depend on.
 """
 
 from __future__ import annotations

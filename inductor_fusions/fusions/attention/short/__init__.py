@@ -1,15 +1,14 @@
 """Attention over short sequences: the keys of a head are one tile, and the whole softmax happens in it.
 
-Windows of an image, patches and short sentences have tens of keys. A kernel that goes over the keys in
-blocks, or that is given one dense mask, spends its time elsewhere; here one program loads the keys of a head,
-adds up its masks in registers, and is done with a softmax that needs no running maximum.
+Windows of an image, patches and short sentences have tens of keys. For these, a kernel that loops over blocks
+of keys, or that reads one dense mask, spends most of its time on overhead. Here one program loads the keys of
+a head, adds up its masks in registers, and computes a softmax without a running maximum.
 
 `op` is the operation, `plan` its tiles, `lowering` and `templates` its kernels in Inductor, and `terms` says
-which attentions become it. It is an operation with a lowering of ours to a Triton template, as `block_mm` is:
-one node until Inductor lowers it, so that passes and reports see it, launched as Inductor's own kernels are
-(CUDA graphs, AOTInductor), and its source is part of the package that `FusionPass.uuid()` hashes. A Triton
-kernel that AOTAutograd traces would be decomposed for the device of the trace, and cannot be fused with what
-follows it.
+which attentions become it. As `block_mm`, it is an operation that we lower to a Triton template. It is one
+node until Inductor lowers it, so passes and reports see it. It is launched like Inductor's own kernels (CUDA
+graphs, AOTInductor), and `FusionPass.uuid()` hashes its source. A Triton kernel that AOTAutograd traces would
+be decomposed for the device of the trace, and could not be fused with what follows it.
 """
 
 from __future__ import annotations

@@ -131,6 +131,12 @@ def written_out(node: fx.Node) -> Unsupported | None:
         walk(op.input, [], [])
     except Rejected as why:
         return Unsupported(node, why)
+    if not {"diag", "diagonal"}.isdisjoint(ends):
+        diagonal = Reason.LOSS.rejected(
+            "the logit of each row's label is read by diag, not by the number of the label",
+            "F.cross_entropy(logits, torch.arange(len(logits), device=logits.device))",
+        )
+        return Unsupported(node, diagonal)
     what = " and ".join(sorted(ends)[:4])
     return Unsupported(
         node,

@@ -131,9 +131,10 @@ def written_out(node: fx.Node) -> Unsupported | None:
         walk(op.input, [], [])
     except Rejected as why:
         return Unsupported(node, why)
-    if not {"diag", "diagonal"}.isdisjoint(ends):
+    taken = [name for name in ("diag", "diagonal") if name in ends]
+    if taken:
         diagonal = Reason.LOSS.rejected(
-            "the logit of each row's label is read by diag, not by the number of the label",
+            f"the logit of each row's label is read by {taken[0]}, not by the number of the label",
             "F.cross_entropy(logits, torch.arange(len(logits), device=logits.device))",
         )
         return Unsupported(node, diagonal)

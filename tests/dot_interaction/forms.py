@@ -255,6 +255,15 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
         lambda x, t: [t[:, i : i + 1] @ matrices_of_pairs(x)[i] * t[:, 4:5] for i in range(4)],
         "through matrices",
     ),
+    "correlations over the samples": (  # Barlow Twins
+        lambda x, t: (x.t() @ (x + 1) / 4 - torch.eye(x.shape[1], dtype=x.dtype)).pow(2).diagonal(),
+        "all correlations",
+    ),
+    "covariances, by einsum": (
+        lambda x, t: torch.einsum("ni,nj->ij", x, x).div(4).diagonal(), "all correlations"
+    ),
+    "a product over the samples": (lambda x, t: (x.t() @ (x + 1)).pow(2).sum(), None),
+    "a diagonal of pairs of samples": (lambda x, t: (x @ (x + 1).t()).diagonal(), None),
     "without a sum": (lambda x, t: nn.functional.relu(t[:, LI] * t[:, LJ]), "without a sum"),  # AFM
     "without a sum, of two": (lambda x, t: t[:, LI] * (t + 1)[:, LJ], None),
     "two through a matrix": (

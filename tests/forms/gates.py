@@ -332,3 +332,53 @@ def channels_times_each_other(x: Any, w: Any, d: Any) -> Any:
 def gate_of_two_convolutions(x: Any, w: Any, v: Any) -> Any:
     """WaveNet."""
     return torch.tanh(F.conv1d(x, w)) * torch.sigmoid(F.conv1d(x, v))
+
+
+@form((48, 64), (48, 32), "frozen 256x64", "frozen 256x32", reasons=("sum of linears", "sum of linears"))
+def gates_of_a_cell(x: Any, h: Any, w: Any, v: Any) -> Any:
+    """An LSTM's: parts of the sum of a linear of the input and one of the state."""
+    i, _, n, _ = (F.linear(x, w) + F.linear(h, v)).chunk(4, dim=1)
+    return torch.sigmoid(i) * torch.tanh(n)
+
+
+@form((48, 64), (48, 32), "frozen 64x64", "frozen 64x32", left=(0, 0))
+def sum_of_linears_times_a_state(x: Any, h: Any, w: Any, v: Any) -> Any:
+    """A state is no linear: nothing is said."""
+    return torch.sigmoid(F.linear(x, w) + F.linear(h, v)) * h.repeat(1, 2)
+
+
+#: Of gMLP: a linear, the matrix of tokens, and its bias.
+SPATIAL = (X, "frozen 256x64", "frozen 48x48", (48,))
+
+
+@form(*SPATIAL, reasons=("spatial gating unit", "spatial gating unit"))
+def spatial_gating_unit(x: Any, w: Any, s: Any, b: Any) -> Any:
+    """A matrix mixes the tokens of one half."""
+    u, v = F.gelu(F.linear(x, w)).chunk(2, dim=-1)
+    return u * F.linear(F.layer_norm(v, (128,)).mT, s, b).mT
+
+
+@form(
+    X, "frozen 256x64", "frozen 128x1x7", left=(1, 1), reasons=("spatial gating unit", "spatial gating unit")
+)
+def convolutional_gating_unit(x: Any, w: Any, k: Any) -> Any:
+    """Of a Branchformer: a convolution along the tokens of one half."""
+    r, g = F.linear(x, w).chunk(2, dim=-1)
+    return r * F.conv1d(g.mT, k, padding=3, groups=128).mT
+
+
+@form(X, (2, 64), "frozen 128x64", "frozen 64x64", left=(1, 1))
+def gate_of_all_tokens(x: Any, c: Any, w: Any, o: Any) -> Any:
+    """A transformer of diffusion: one gate for all tokens of a sample, of which nothing is said."""
+    scale, gate = F.linear(F.silu(c), w).unsqueeze(1).chunk(2, dim=-1)
+    return gate * F.linear(x * (1 + scale), o)
+
+
+@form(X, "frozen 128x64", "frozen 128x64", left=(0, 0), reasons=("pow", "pow"))
+def square_times_a_linear(x: Any, w: Any, v: Any) -> Any:
+    return F.linear(x, w) ** 2 * F.linear(x, v)
+
+
+@form(X, "frozen 128x64", "frozen 128x64", left=(0, 0), reasons=("add", "add"))
+def one_more_than_a_linear(x: Any, w: Any, v: Any) -> Any:
+    return (1 + F.linear(x, w)) * F.linear(x, v)

@@ -75,6 +75,26 @@ class AdditiveAttention(nn.Module):
         return torch.bmm(F.softmax(scores, dim=-1).unsqueeze(1), memory).squeeze(1)
 
 
+@form((9, 4, 8), (9, 4, 8), (8,), lambda: torch.eye(9) > 0)
+def attention_of_pairs_by_a_vector(left: Any, right: Any, a: Any, edges: Any) -> Any:
+    """GATv2: heads come last, and the softmax is over the second of both nodes."""
+    scores = F.leaky_relu(left[:, None] + right[None], 0.2) @ a
+    return einsum("ijh,jhf->ihf", scores.masked_fill(~edges[..., None], -1e9).softmax(1), right)
+
+
+@form((9, 16), (16,), (16,), fused=0, reasons=("no product of queries",))
+def attention_of_sums_of_two_numbers(h: Any, a: Any, b: Any) -> Any:
+    """GAT: products with a vector are a number of each node, and no scores."""
+    return F.leaky_relu((h @ a)[:, None] + (h @ b)[None], 0.2).softmax(1) @ h
+
+
+@form((2, 9, 16), (2, 7, 16), fused=0, reasons=("max is between the product",))
+def most_alike_questions(context: Any, question: Any) -> Any:
+    """BiDAF: the largest score of each word of the context."""
+    scores = (context @ question.mT).max(2)[0]
+    return scores.softmax(1).unsqueeze(1) @ context
+
+
 @form((20, 16))
 class PoolingOfInstances(nn.Module):
     """Gated pooling of a bag of instances, by three queries."""

@@ -256,6 +256,31 @@ def nan_of_masked_rows_is_zero(q: Any, k: Any, v: Any, hidden: Any) -> Any:
 
 
 @form(*QKV, some_row_masked)
+def nan_is_what_differs_from_itself(q: Any, k: Any, v: Any, hidden: Any) -> Any:
+    w = scored(q, k).masked_fill(hidden, float("-inf")).softmax(-1)
+    return w.masked_fill(w != w, 0) @ v
+
+
+@form(*QKV, some_row_masked)
+def where_weights_are_nan(q: Any, k: Any, v: Any, hidden: Any) -> Any:
+    w = scored(q, k).masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.where(torch.isnan(w), 0.0, w) @ v
+
+
+@form(*QKV, some_row_masked)
+def nan_by_index(q: Any, k: Any, v: Any, hidden: Any) -> Any:
+    w = scored(q, k).masked_fill(hidden, float("-inf")).softmax(-1) * 1.0  # which no backward reads
+    w[torch.isnan(w)] = 0.0
+    return w @ v
+
+
+@form(*QKV, some_row_masked, fused=0, reasons=("weights",))
+def nan_is_replaced_by_one(q: Any, k: Any, v: Any, hidden: Any) -> Any:
+    w = scored(q, k).masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.where(torch.isnan(w), 1.0, w) @ v
+
+
+@form(*QKV, some_row_masked)
 def no_row_is_nan(q: Any, k: Any, v: Any, hidden: Any) -> Any:
     return scored(q, k).masked_fill(hidden, -1e9).softmax(-1).nan_to_num(0.0) @ v
 

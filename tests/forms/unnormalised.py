@@ -84,7 +84,7 @@ def sticks_that_are_broken(q: Any, k: Any, v: Any) -> Any:
     return (F.logsigmoid(scores).masked_fill(~seen, -1e5) + after).exp() @ v
 
 
-@form(*QKV, fused=0, reasons=())
+@form(*QKV, fused=0, reasons=("linear attention",))
 def linear_attention(q: Any, k: Any, v: Any) -> Any:
     """Functions of queries and keys, and none of their products."""
     return (F.elu(q) + 1) @ ((F.elu(k) + 1).mT @ v)
@@ -223,7 +223,7 @@ def tokens_by_their_number(q: Any, k: Any, v: Any) -> Any:
     return torch.einsum("bhij,bhjd->bhid", torch.einsum("bhid,bhjd->bhij", q, k) / 9, v)
 
 
-@form(*((2, 4, 20, 8),) * 3, fused=0, reasons=())
+@form(*((2, 4, 20, 8),) * 3, fused=0, reasons=("linear attention",))
 def keys_and_values_by_their_number(q: Any, k: Any, v: Any) -> Any:
     """A linear attention: that product is none of pairs of tokens."""
     return (k.mT @ v / 20).mT @ q.mT
@@ -241,3 +241,29 @@ def edges_of_all_pairs(q: Any, k: Any, v: Any, edges: Any) -> Any:
     """Graph transformers: the sum over all keys stands in front of the heads."""
     w = ((q.unsqueeze(2) * k.unsqueeze(1)) * edges).sum(-1).clamp(-5, 5).exp()
     return torch.einsum("bijh,bjhd->bihd", w, v) / w.sum(2).unsqueeze(-1)
+
+
+@form(*QKV, fused=0, reasons=("linear attention",))
+def galerkin_attention(q: Any, k: Any, v: Any) -> Any:
+    """Norms in the place of a softmax."""
+    k, v = F.layer_norm(k, (8,)), F.layer_norm(v, (8,))
+    return q @ (torch.einsum("bhnd,bhne->bhde", k, v) / 9)
+
+
+@form((2, 4, 3, 8), (2, 4, 3, 8), (2, 4, 3, 8), fused=0, reasons=())
+def three_matrices(a: Any, b: Any, c: Any) -> Any:
+    """A sum over fewer elements than its result has in a row is none over tokens."""
+    return a @ (b.mT @ c)
+
+
+@form((2, 9, 8), (2, 9, 8), (1, 16), fused=0, reasons=("concatenated features",))
+def pairs_by_concatenation(x: Any, y: Any, w: Any) -> Any:
+    """A non-local block."""
+    pairs = torch.cat((x[:, :, None].expand(-1, -1, 9, -1), y[:, None].expand(-1, 9, -1, -1)), -1)
+    return F.relu(F.linear(pairs, w).squeeze(-1)) / 9 @ y
+
+
+@form((2, 9, 8), (2, 9, 8), (9, 16), fused=0, reasons=())
+def linear_of_concatenated_tokens(x: Any, y: Any, w: Any) -> Any:
+    """Of each token, not of pairs."""
+    return F.relu(F.linear(torch.cat((x, y), -1), w)) / 9 @ y

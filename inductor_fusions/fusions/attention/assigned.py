@@ -118,6 +118,14 @@ def condition(writer: fx.Node, scores: fx.Node) -> tuple[Operand, Any] | None:
     return (operand.reshape((*mask.shape, *[1] * missing)) if missing > 0 else operand), value
 
 
+def tests_nan(node: fx.Node, values: fx.Node) -> bool:
+    """Whether a node says which values are NaN: `isnan(values)`, `values != values`."""
+    op = read(node)
+    if op is None or op.input is not values:
+        return False
+    return op.name == "isnan" or (op.name == "ne" and op["other"] is values)
+
+
 def region(writer: fx.Node, scores: fx.Node) -> Region | None:
     """The part of the scores that a node writes to; None where that is not a box."""
     written: Any = writer

@@ -19,6 +19,8 @@ OUTSIDE = Reason.NO_PRODUCT(
 )
 #: How far a product is looked for, in nodes.
 REACH = 64
+#: Results of these have other sizes than what they are of.
+_TAKEN = frozenset("getitem narrow topk gather max min amax amin sort".split())
 #: The search for a product ends at these: their results are weights or tokens, not scores.
 _ENDS = frozenset("softmax _softmax scaled_dot_product_attention layer_norm rms_norm group_norm".split())
 
@@ -51,7 +53,8 @@ def _norms_scores(op: Op) -> bool:
 def stands_between(op: Op) -> str:
     """The reason where an operation is behind the product."""
     whole = read(op.input) if op.name == "getitem" else None
-    op = whole if whole is not None and whole.name == "topk" else op
+    if whole is not None and tensor(op.input) is None:  # one of several results
+        op = whole
     return Reason.IN_BETWEEN(f"{op.name} is between the product of q and k and the softmax")
 
 
@@ -67,12 +70,14 @@ def has_product(node: fx.Node, scores: torch.Tensor) -> bool:
         op, value = read(current), tensor(current)
         # The matrix of a linear is seldom one of keys.
         if op is not None and value is not None and op.name in (PRODUCTS | ADDING) - {"linear"}:
+            if value.dim() < 2 < 1 + sum(hint(size) != 1 for size in scores.shape):
+                continue  # a number of each query, or of each key
             if {hint(size) for size in value.shape[-2:]} <= sizes:
                 return True
             continue
         if op is not None and op.name in _ENDS:
             continue
-        taken = op is not None and op.name in ("getitem", "narrow", "topk", "gather")
+        taken = op is not None and op.name in _TAKEN
         whole = tensor(op.input) if op is not None and taken else None
         sizes |= set() if whole is None else _sizes(whole)
         found = [n for n in current.all_input_nodes if n not in seen]

@@ -21,6 +21,7 @@ from ...reasons import Reason
 from . import einsum
 from .arrangement import OVER_ANOTHER_DIM, OWN_KEYS, OWN_VALUES, Arrangement, Misplaced, is_view, permuted
 from .assigned import condition as assigned_to
+from .assigned import tests_nan
 from .masks import Interpreter
 from .normal_form import Attention, Result, Term
 from .operands import Operand, product
@@ -85,7 +86,7 @@ class _Walk:
         """Walk down to the products with values; returns them."""
         while True:
             users = self._users()
-            if self._assigned(users) or self._normalised(users):
+            if self._nan_tested(users) or self._assigned(users) or self._normalised(users):
                 continue
             ops = [op for op in map(read, users) if op is not None]
             if ops and len(ops) == len(users) and all(op.name in PRODUCTS for op in ops):
@@ -106,6 +107,24 @@ class _Walk:
                 _DIFFERENCE, "subtract the results of two attentions, if their rounding is acceptable"
             )
         return users
+
+    def _nan_tested(self, users: list[fx.Node]) -> bool:
+        """Read `weights[weights.isnan()] = 0` and `masked_fill(weights, weights != weights, 0)`."""
+        if len(users) < 2 or not tests_nan(users[0], self.node) or readers(users[0]) != users[1:2]:
+            return False
+        fill, masked = read(users[1]), assigned_to(users[1], self.node)
+        if masked is not None and len(users) == 3 and self.number(masked[1]) == 0.0:
+            self.beside |= {*users[:2]}
+        elif len(users) == 2 and fill is not None and fill.name in ("masked_fill", "where"):
+            zeroed = _zeroed(fill, self.node, self.number, self.at)
+            if zeroed is None or not zeroed.hides:
+                return False
+            self.node = fill.node
+        else:
+            return False
+        self.site.chain += users[:2]
+        self.site.drops_nan = True
+        return True
 
     def _assigned(self, users: list[fx.Node]) -> bool:
         """Read `weights[condition] = 0` in front of the only other reader as a fill."""

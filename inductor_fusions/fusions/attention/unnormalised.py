@@ -43,6 +43,12 @@ _SCATTERS = frozenset("scatter_add scatter_reduce index_add index_reduce index_p
 #: What may be between exponentials and such a sum, and between it and a division.
 _TO_SUMS = VIEWS | CASTS | COPIES | frozenset("expand expand_as mul add clamp clamp_min getitem".split())
 _OF_SUMS = _TO_SUMS | frozenset("index_select gather reciprocal".split())
+_LINEAR = Reason.NO_PRODUCT(
+    "keys are multiplied by values first, and queries by that (linear attention): there are no scores"
+)
+_CONCATENATED = Reason.NO_PRODUCT(
+    "the weights are made of the concatenated features of each pair, not of a product of queries and keys"
+)
 #: How far the product of pairs is looked for, in nodes.
 _REACH = 32
 
@@ -72,6 +78,66 @@ def without_softmax(node: fx.Node) -> Candidate | None:
                 "nothing: fused kernels compute the softmax of the scores",
             )
             return Reported(node, why, {"weights": text(tensor(weights))})
+    for side in sides:
+        said = _LINEAR if _sums_tokens(side) else _CONCATENATED if _is_of_concatenated(side) else ""
+        if said:
+            return Reported(node, Rejected(said), {"weights": text(tensor(side))})
+    return None
+
+
+def _sums_tokens(node: Any) -> bool:
+    """Whether a node is a product of keys and values, which sums over their tokens: `k.mT @ v`."""
+    op = _made_by(node)
+    if op is None or op.name not in PRODUCTS - {"linear"}:
+        return False
+    left, right, turned = op.input, op["other"], (True, False)
+    if op.name == "einsum":
+        try:
+            found = equation(op)
+        except Rejected:
+            return False
+        left, right = found.left, found.right
+        summed = [c for c in found.first if c in found.second and c not in found.result]
+        turned = (
+            len(summed) == 1 and found.first[-1] not in summed,
+            bool(summed) and found.second[-1] in summed,
+        )
+        size = None if len(summed) != 1 else (tensor(left), found.first.index(summed[0]))
+    else:
+        turned = is_transposed(left), is_transposed(right)
+        size = (tensor(left), -1)
+    one, other, made = tensor(left), tensor(right), tensor(op.node)
+    if turned != (True, False) or size is None or one is None or other is None or made is None:
+        return False
+    if min(one.dim(), other.dim()) < 3 or any(_is_softmax(each) for each in (left, right)):
+        return False
+    return all(known_true(one.shape[size[1]] >= columns) for columns in made.shape[-2:])
+
+
+def _is_of_concatenated(node: Any) -> bool:
+    """Whether a node is a linear, or a convolution, of one output for the features of each pair."""
+    op, weights = _made_by(node), tensor(node)
+    if op is None or weights is None or op.name not in ("linear", "conv1d", "conv2d"):
+        return False
+    matrix, made = tensor(op["weight"] if op.name == "linear" else op.rest[1]), tensor(op.node)
+    source = read(op.input if op.name == "linear" else op.rest[0])
+    whole = made is not None and known_true(product(made.shape) == product(weights.shape))
+    single = matrix is not None and known_true(matrix.shape[0] == 1)
+    return whole and single and source is not None and source.name == "cat"
+
+
+def _is_softmax(node: Any) -> bool:
+    made = _made_by(node)
+    return made is not None and made.name in SOFTMAXES
+
+
+def _made_by(node: Any) -> Op | None:
+    """The operation of which numbers, views and functions of its elements make a node."""
+    for _ in range(8):
+        op = read(node)
+        if op is None or (op.name not in _PASSED and scaled_by(op) is None):
+            return op
+        node = op.input
     return None
 
 

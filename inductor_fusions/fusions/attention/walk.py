@@ -349,10 +349,10 @@ class Walk:
         first, second = (Operand.of(n) if isinstance(n, fx.Node) else None for n in (left, right))
         leading, at = tuple(range(len(_shape(op)) - 1)), below.at
         if first is not None and second is not None and second.value.dim() == 1:
-            if (at.lead, at.rows, at.columns) != (leading, (), (len(leading),)):
+            if at.rows or len(at.columns) != 1:
                 raise Misplaced(NOT_OVER_KEYS)
             query = second.reshape((*[1] * len(leading), 1, *second.shape))
-            return self._site(op, query, first, below)
+            return self._site(op, query, permuted(first, (*at.lead, *at.columns, len(leading) + 1)), below)
         if first is None or second is None or first.value.dim() < 2 or second.value.dim() < 2:
             raise Reason.NO_PRODUCT.rejected("an operand of the product of q and k is not a matrix")
         shape = _shape(op)

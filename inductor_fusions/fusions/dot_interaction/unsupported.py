@@ -9,13 +9,14 @@ from torch import fx
 
 from ...effects.liveness import readers
 from ...fusion import Rejected
-from ...graph.dims import WHOLE, selection
+from ...graph.dims import WHOLE, is_transposed, selection
 from ...graph.einsum import equation
-from ...graph.torch_ops import PRODUCTS, read
+from ...graph.torch_ops import PRODUCTS, Op, read
 from ...operands import tensor
 from .recognise import FLATTENS, gathered, is_row, squared
 
 BY_MATRICES = "features are multiplied through matrices"
+CORRELATED = "all correlations of features over the samples are read"
 _RETURNED = "the graph returns all products, as where a boolean mask, which ends it, selects"
 #: What may be between features and their product with a matrix.
 _TO_MATRICES = frozenset("matmul bmm einsum linear sum squeeze unsqueeze transpose permute".split())
@@ -29,7 +30,7 @@ def how(node: fx.Node) -> str:
     source, index = op.input, op["index"]
     if op.name in PRODUCTS:
         returned = _squared_at(node) and any(user.op == "output" for user in node.users)
-        return _RETURNED if returned else ""
+        return _RETURNED if returned else CORRELATED if _is_correlation(op) else ""
     if op.name == "sum":
         t = _through_matrices(op.input)
         if t is not None and not any(map(_begins_products, readers(t))):
@@ -53,6 +54,33 @@ def how(node: fx.Node) -> str:
     if mask is not None and mask.dtype == torch.bool and mask.dim() == 2 and _squared_at(source):
         return "pairs are selected by a mask"
     return ""
+
+
+def _is_correlation(op: Op) -> bool:
+    """Whether a product sums over the rows of two matrices, and its diagonal is read (Barlow Twins)."""
+    sides = [op.input, op["other"]]
+    turned = (True, False)
+    if op.name == "einsum":
+        try:
+            found = equation(op)
+        except Rejected:
+            return False
+        sides = [found.left, found.right]
+        turned = (found.first[-1] in found.result, found.second[-1] not in found.result)
+    elif op.name == "matmul":
+        turned = (is_transposed(sides[0]), is_transposed(sides[1]))
+    values = [tensor(side) for side in sides]
+    if turned != (True, False) or any(value is None or value.dim() != 2 for value in values):
+        return False
+    waiting, passed = [op.node], frozenset("mul div sub add pow square".split())
+    for node in waiting:
+        for user in readers(node):
+            by = read(user)
+            if by is not None and by.name in ("diagonal", "diag"):
+                return True
+            if by is not None and by.name in passed and user not in waiting and len(waiting) < 8:
+                waiting.append(user)
+    return False
 
 
 def _through_matrices(product: Any) -> fx.Node | None:

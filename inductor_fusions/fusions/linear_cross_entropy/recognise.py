@@ -131,6 +131,13 @@ def written_out(node: fx.Node) -> Unsupported | None:
         walk(op.input, [], [])
     except Rejected as why:
         return Unsupported(node, why)
+    taken = [name for name in ("diag", "diagonal") if name in ends]
+    if taken:
+        diagonal = Reason.LOSS.rejected(
+            f"the logit of each row's label is read by {taken[0]}, not by the number of the label",
+            "F.cross_entropy(logits, torch.arange(len(logits), device=logits.device))",
+        )
+        return Unsupported(node, diagonal)
     what = " and ".join(sorted(ends)[:4])
     return Unsupported(
         node,

@@ -335,7 +335,8 @@ def alone(up: fx.Node) -> Said:
                     f"the result of the two products is {how} by a tensor, and no base is added"
                 )
             return Reason.BEHIND_ADAPTER(
-                f"the result of the adapter is {how} by a tensor before the addition (another form of DoRA)"
+                f"the result of the two products is {how} by a tensor before the addition, in a form that is "
+                "not supported"
             )
         if user.target is aten.where.self:
             return Reason.BEHIND_ADAPTER(
@@ -345,7 +346,9 @@ def alone(up: fx.Node) -> Said:
             return NO_PRODUCT
         if by is None and user.target not in RESHAPES and user.target not in CASTS and scaled(user) is None:
             reader = guards.called(user)
-            return Reason.NO_BASE(f"{reader} reads the result of the two products, to which no base is added")
+            return Reason.NO_BASE(
+                f"{reader} reads the result of the two products, and no base is added before that"
+            )
         node = user
     return Reason.NO_BASE("the result of the two products is not added to anything")
 

@@ -5,7 +5,6 @@ Both weights may be columns of one. Other factors, such as a mask, are multiplie
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from .. import config
-from .._inductor import hint, was_erased
-from ..block_mm import emit, guards, units
-from ..block_mm.columns import Columns, columns, halves, is_apart
-from ..block_mm.expressions import (
+from ... import config
+from ..._inductor import was_erased
+from ...block_mm import emit, guards, units
+from ...block_mm.columns import Columns, columns, halves
+from ...block_mm.expressions import (
     NONLINEAR,
     Expressions,
     activation,
@@ -25,41 +24,32 @@ from ..block_mm.expressions import (
     between,
     leaves,
     mul,
-    named,
     same,
 )
-from ..block_mm.op import ACTIVATIONS
-from ..decisions.problems import FEW_ROWS
-from ..fusion import Candidate, Fusion, Rejected, Scope
-from ..graph.builder import Builder, substitute
-from ..graph.facts import facts
-from ..graph.placement import Place
-from ..graph.products import (
-    CASTS,
-    RESHAPES,
-    SPLITS,
+from ...block_mm.op import ACTIVATIONS
+from ...decisions.problems import FEW_ROWS
+from ...fusion import Candidate, Fusion, Rejected, Scope
+from ...graph.builder import Builder, substitute
+from ...graph.facts import facts
+from ...graph.placement import Place
+from ...graph.products import (
     Product,
     identity,
-    is_pointwise,
     product,
     same_sizes,
-    through,
 )
-from ..operands import holds, tensor, value
-from ..reasons import Reason, Said
+from ...operands import holds, tensor, value
+from ...reasons import Reason, Said
+from .unsupported import MOST_STEPS, may_be_gated, of_glu, share_input
+from .unsupported import other as other_pair
 
 if TYPE_CHECKING:
-    from .._inductor import Match
+    from ..._inductor import Match
 
 aten = torch.ops.aten
 
 #: A product, or columns of one.
 Linear = Product | Columns
-#: Operations between a linear and the product with another one, at most.
-MOST_STEPS = 32
-_CONVOLUTION = (aten.convolution.default,)
-_GROUPED = (aten._grouped_mm.default,)
-CONVOLUTION = Reason.NO_MATRIX("gate and up are convolutions, or channels of one; only linears are fused")
 
 
 def _read(expression: Any) -> tuple[str, Linear, Linear] | None:
@@ -75,7 +65,7 @@ def _read(expression: Any) -> tuple[str, Linear, Linear] | None:
             if same(mul(activation(name, gate), up), expression):
                 gate_product, up_product = product(gate) or columns(gate), product(up) or columns(up)
                 # Linears of different inputs are multiplied for many reasons.
-                if not name and not _share_input(gate, up):
+                if not name and not share_input(gate, up):
                     continue
                 if gate_product is not None and up_product is not None and gate_product != up_product:
                     return name, gate_product, up_product
@@ -101,7 +91,7 @@ def _among_others(root: fx.Node, expressions: Expressions) -> tuple[str, Linear,
             if gate is up or [expression for _, expression in plain] != [up]:
                 continue
             read = _read(mul(whole, up))
-            if read is not None and read[0] and _share_input(gate, up):
+            if read is not None and read[0] and share_input(gate, up):
                 taken = [node for node, _ in (*parts, *plain)]
                 others = [factor for factor in factors if factor not in taken]
                 return (*read, others) if others and _sizes_fit(others, root) else None
@@ -215,129 +205,6 @@ class GatedPair(Candidate):
         return self.kernel
 
 
-def _of_many(node: fx.Node) -> fx.Node | None:
-    """The product of many matrices, or the convolution, that a node has all columns of, or some."""
-    parts = (*SPLITS, aten.slice.Tensor, aten.select.int, operator.getitem)
-    while node.target in parts or (node.target is aten.add.Tensor and not _is_plain(node)):
-        (node, *_) = node.all_input_nodes
-    many = (aten.bmm.default, aten.baddbmm.default, *_GROUPED, *_CONVOLUTION)
-    return node if node.target in many else None
-
-
-def _is_plain(node: fx.Node) -> bool:
-    """Whether what a sum adds to its first operand has the size of that, or is a number."""
-    other = tensor(node.args[1])
-    return other is None or str(other.numel()) == str(value(node).numel())
-
-
-def _is_turned(node: fx.Node) -> bool:
-    """Whether the last dim of a view of a linear is not that of its columns, which are next to each other."""
-    strides = [
-        hint(stride)
-        for stride, size in zip(value(node).stride(), value(node).shape, strict=True)
-        if hint(size) != 1
-    ]
-    return bool(strides) and strides[-1] != min(strides)
-
-
-def _is_turned_batch(node: fx.Node) -> bool:
-    """Whether a node permutes a batch of products, as an einsum of experts does."""
-    return (
-        node.target is aten.permute.default and _of_many(through(node, RESHAPES | {node.target})) is not None
-    )
-
-
-def _share_input(first: fx.Node, second: fx.Node) -> bool:
-    """Whether linears or columns of them read one input, or batches of products one operand."""
-    return bool(_inputs(first) & _inputs(second))
-
-
-def _inputs(side: fx.Node) -> set[Any]:
-    """What identifies the input of a linear, or of columns of one; both operands of a batch of products."""
-    found, whole, apart = product(side) or columns(side), _of_many(side), is_apart(side)
-    if found is not None:
-        return {identity(found.base.a if isinstance(found, Columns) else found.a)}
-    source = apart or whole
-    assert source is not None
-    if source.target in _CONVOLUTION:
-        return {identity(source.all_input_nodes[0])}
-    operands = source.args[:2] if source.target in _GROUPED else source.args[-2:]
-    return {identity(x) for x in operands if isinstance(x, fx.Node)}
-
-
-def _other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], Said] | None:
-    """The two linears of what looks like a gated pair, and why they are left."""
-    functions, sides, others = list[str](), list[fx.Node](), set[fx.Node]()
-    for argument in root.args:
-        waiting, ends, seen, names = [argument], set[fx.Node](), set[fx.Node](), set[str]()
-        while waiting and len(ends) < 2:
-            node = waiting.pop()
-            if not isinstance(node, fx.Node) or node in seen or tensor(node) is None:
-                continue
-            seen.add(node)
-            if len(seen) > MOST_STEPS:
-                return None
-            if product(node) is not None or columns(node) is not None or _of_many(node) is not None:
-                ends.add(node)
-            elif node.target in RESHAPES or _is_turned_batch(node):
-                waiting.append(node.args[0])
-            elif is_pointwise(node):
-                if node.target not in CASTS:
-                    names.add(str(node.target).split(".")[1])
-                waiting += node.all_input_nodes
-            elif is_apart(node) is not None:
-                ends.add(node)
-            else:
-                others.add(node)
-        if len(ends) != 1:
-            return None
-        sides += ends
-        functions.append(named(expressions.of(argument), *ends) or ", ".join(sorted(names)))
-    if sides[0] is sides[1] or not _share_input(*sides):
-        return None
-    return frozenset(sides), _why(sides, functions, bool(others))
-
-
-def _why(sides: list[fx.Node], functions: list[str], mixed: bool) -> Said:
-    """Why there is no kernel for the product of functions of two linears.
-
-    Args:
-        functions: of each linear; "" is none.
-        mixed: whether they have other operands: a norm, a vector.
-    """
-    many = [whole.target for side in sides if (whole := _of_many(side)) is not None]
-    if any(target in _CONVOLUTION for target in many):
-        return CONVOLUTION
-    if many:
-        return Reason.LIMIT(
-            "gate and up are batches of products with one operand in common (experts, or an input whose rows "
-            "are apart in memory), and the kernel supports one matrix each"
-        )
-    in_rows = all(product(side) or columns(side) for side in sides)
-    if not in_rows and (len({is_apart(side) for side in sides}) == 2 or any(map(_is_turned, sides))):
-        return Reason.LAYOUT(
-            "the results of gate and up are put into another order, as by an einsum that moves large dims"
-        )
-    if not in_rows:
-        return Reason.LAYOUT(
-            "gate and up are parts of one linear whose columns are not evenly spaced, such as parts of heads"
-        )
-    if mixed:
-        between = ", ".join(sorted({name for each in functions for name in each.split(", ") if name}))
-        return Reason.ACTIVATION(
-            f"other tensors, or the norm of a row, are between the linears and their product ({between})"
-        )
-    if all(functions):
-        return Reason.ACTIVATION(
-            f"both linears pass through a function ({'; '.join(functions)}), and the kernel supports one, on "
-            "the gate"
-        )
-    return Reason.ACTIVATION(
-        "the gate, or the linear that it multiplies, passes through an unsupported function: "
-        f"{''.join(functions)}"
-    )
-
-
 FUSION = Fusion(
     name="gated_mlp",
     stage="post_grad",
@@ -347,14 +214,6 @@ FUSION = Fusion(
 
 #: The last operations of other activations.
 _OTHERS = (aten.where.self, aten.log1p.default, aten.expm1.default, aten.clamp_max.default)
-
-
-def _is_of_linears(node: fx.Node) -> bool:
-    """Whether a node multiplies two linears as they are; or convolutions, or batches of products."""
-    if node.target is not aten.mul.Tensor:
-        return False
-    sides = [through(x, RESHAPES | CASTS) if isinstance(x, fx.Node) else None for x in node.args]
-    return all(side and (product(side) or columns(side) or _of_many(side)) is not None for side in sides)
 
 
 @FUSION.group(lambda: [*NONLINEAR, *_OTHERS, aten.glu.default, aten.mul.Tensor])
@@ -373,20 +232,19 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
             continue
         if node.target is aten.glu.default:
             parts = halves(node)
-            whole: Any = node.args[0]
             if parts is not None:
                 yield GatedPair(scope.graph, node, "sigmoid", parts[1], parts[0])
-            elif whole.target in _CONVOLUTION:
-                yield guards.reported(node, CONVOLUTION)
+            elif (reason := of_glu(node)) is not None:
+                yield guards.reported(node, reason)
             continue
-        if node.target is aten.mul.Tensor and not _is_of_linears(node):
+        if node.target is aten.mul.Tensor and not may_be_gated(node):
             continue
         for root in [node] if node.target is aten.mul.Tensor else behind(node):
             if root.target is not aten.mul.Tensor or root in seen or was_erased(root):
                 continue
             seen.add(root)
             expression = expressions.of(root)
-            found, other = _read(expression), _other(root, expressions)
+            found, other = _read(expression), other_pair(root, expressions)
             among = _among_others(root, expressions) if found is None else None
             if found is not None:
                 known.add(frozenset(leaves(expression)))

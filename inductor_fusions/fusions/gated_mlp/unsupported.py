@@ -1,0 +1,279 @@
+"""Says why a product of two linears, or of what is computed of them, is no pair that a kernel computes."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._inductor import hint
+from ...block_mm.columns import Columns, columns, is_apart
+from ...block_mm.expressions import Expressions, named
+from ...graph.products import (
+    CASTS,
+    RESHAPES,
+    SPLITS,
+    VIEWS,
+    identity,
+    is_pointwise,
+    product,
+    same_sizes,
+    through,
+)
+from ...operands import tensor, value
+from ...reasons import Reason, Said
+
+aten = torch.ops.aten
+
+#: Operations between a linear and the product with another one, at most.
+MOST_STEPS = 32
+CONVOLUTION = Reason.NO_MATRIX("gate and up are convolutions, or channels of one; only linears are fused")
+_OF_LINEARS = Reason.LIMIT(
+    "the gate, or what it multiplies, is a sum of linears (as in a cell of an LSTM or a GRU), and the kernel "
+    "supports one linear each"
+)
+_OF_ANOTHER = Reason.INPUTS(
+    "the gate, or what it multiplies, is no linear of the input of the other one, but a further product or "
+    "convolution of what is computed of such a linear (as in a spatial gating unit)"
+)
+_CONVOLUTION = (aten.convolution.default,)
+_GROUPED = (aten._grouped_mm.default,)
+_SELECTIONS = (aten.slice.Tensor, aten.select.int, operator.getitem)
+_PARTS = frozenset({*SPLITS, *_SELECTIONS})
+#: One operand and numbers.
+_BY_NUMBERS = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor, aten.pow.Tensor_Scalar)
+
+
+@dataclass
+class _Side:
+    """What one factor of a product is computed of.
+
+    Attributes:
+        ends: linears, columns of one, sums of two, and batches of products.
+        part: what takes a part of something that is computed of them, or None.
+        names: of the pointwise functions behind them.
+        mixed: whether other operands take part, such as the norm of a row.
+    """
+
+    ends: set[fx.Node] = field(default_factory=set)
+    part: fx.Node | None = None
+    names: set[str] = field(default_factory=set)
+    mixed: bool = False
+
+    @property
+    def end(self) -> fx.Node:
+        """The only one."""
+        (end,) = self.ends
+        return end
+
+
+def other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], Said] | None:
+    """The two linears of what looks like a gated pair, and why they are left."""
+    read = [_side(argument) for argument in root.args]
+    sides = [side for side in read if side is not None and len(side.ends) == 1]
+    if len(sides) != 2:
+        return None
+    ends = [side.end for side in sides]
+    pair = frozenset(side.part or side.end for side in sides)
+    if len(pair) < 2:
+        return None
+    known = [named(expressions.of(argument), end) for argument, end in zip(root.args, ends, strict=True)]
+    if any(map(_summed, ends)):
+        return (pair, _OF_LINEARS) if share_input(*ends) else None
+    if not share_input(*ends):
+        shapes = [value(argument).shape for argument in root.all_input_nodes]
+        if same_sizes(*shapes) and any(_is_of(one, another) for one, another in (ends, ends[::-1])):
+            return pair, _OF_ANOTHER
+        return None  # linears of different inputs are multiplied for many reasons
+    functions = [name or ", ".join(sorted(side.names)) for name, side in zip(known, sides, strict=True)]
+    return pair, _why(ends, functions, any(side.mixed for side in sides))
+
+
+def of_glu(call: fx.Node) -> Said | None:
+    """Why a `glu` is left whose halves are no columns of one linear; None where it reads no convolution."""
+    whole: Any = call.args[0]
+    return CONVOLUTION if whole.target in _CONVOLUTION else None
+
+
+def _side(argument: Any) -> _Side | None:
+    """Walk from a factor up to the products that it is computed of; None where that is too far."""
+    side, waiting, seen = _Side(), [argument], set[fx.Node]()
+    while waiting and len(side.ends) < 2:
+        node = waiting.pop()
+        if not isinstance(node, fx.Node) or node in seen:
+            continue
+        seen.add(node)
+        if len(seen) > MOST_STEPS:
+            return None
+        if product(node) is not None or columns(node) is not None or _of_many(node) is not None:
+            side.ends.add(node)
+        elif node.target in RESHAPES or _is_turned_batch(node):
+            waiting.append(node.args[0])
+        elif _summed(node):
+            side.ends.add(node)
+        elif is_pointwise(node):
+            if node.target not in CASTS:
+                side.names.add(str(node.target).split(".")[1])
+            waiting += node.all_input_nodes
+        elif is_apart(node) is not None:
+            side.ends.add(node)
+        elif node.target in _PARTS | {aten.permute.default} and _is_read(node):
+            side.part = side.part or node
+            waiting.append(node.args[0])
+        else:
+            side.mixed = True
+    return side
+
+
+def _is_read(part: fx.Node) -> bool:
+    """Whether a part, or a permutation, is of a tensor or of what `split` returns; no norm's result is."""
+    source: Any = part.args[0]
+    return tensor(source) is not None or source.target in SPLITS
+
+
+def _summed(node: fx.Node) -> list[fx.Node]:
+    """The two linears whose sum a node is, or has a part of."""
+    source: Any = node
+    while isinstance(source, fx.Node) and source.target in VIEWS | _PARTS:
+        source = source.args[0]
+    if not isinstance(source, fx.Node) or source.target is not aten.add.Tensor:
+        return []
+    terms = [through(x, RESHAPES | CASTS) for x in source.args if isinstance(x, fx.Node)]
+    return terms if len(terms) == 2 and all(product(term) or columns(term) for term in terms) else []
+
+
+def _is_of(node: fx.Node, other: fx.Node) -> bool:
+    """Whether an operand of a product or a convolution is computed of a linear of the other one's input."""
+    inputs = _inputs(other)
+    waiting, seen = [x for base in _bases(node) for x in base.all_input_nodes], set[fx.Node]()
+    while waiting and len(seen) < 2 * MOST_STEPS:
+        each = waiting.pop()
+        found = product(each)
+        if found is not None and identity(found.a) in inputs:
+            return True
+        if each not in seen and found is None:
+            seen.add(each)
+            waiting += each.all_input_nodes
+    return False
+
+
+def _bases(node: fx.Node) -> list[fx.Node]:
+    """The product that a node is, or has columns or elements of; or a batch of products."""
+    found, whole = columns(node), is_apart(node) or _of_many(node)
+    return [found.base.node if found is not None else whole or node]
+
+
+def may_be_gated(node: fx.Node) -> bool:
+    """Whether a node multiplies two linears, parts of something, convolutions or batches of products.
+
+    What is behind other functions than of a number is found from those.
+    """
+    if node.target is not aten.mul.Tensor:
+        return False
+    return all(isinstance(x, fx.Node) and _may_be_side(x) for x in node.args)
+
+
+def _may_be_side(node: fx.Node) -> bool:
+    passed = RESHAPES | CASTS | {aten.permute.default}
+    for _ in range(MOST_STEPS):
+        node = through(node, passed)
+        if (product(node) or columns(node) or _of_many(node)) is not None:
+            return True
+        if node.target not in _BY_NUMBERS or len(node.all_input_nodes) != 1:
+            break
+        (node,) = node.all_input_nodes
+    return node.target in _SELECTIONS
+
+
+def _of_many(node: fx.Node) -> fx.Node | None:
+    """The product of many matrices, or the convolution, that a node has all columns of, or some."""
+    while node.target in _PARTS or (node.target is aten.add.Tensor and not _is_plain(node)):
+        (node, *_) = node.all_input_nodes
+    many = (aten.bmm.default, aten.baddbmm.default, *_GROUPED, *_CONVOLUTION)
+    return node if node.target in many else None
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether what a sum adds to its first operand has the size of that, or is a number."""
+    other = tensor(node.args[1])
+    return other is None or str(other.numel()) == str(value(node).numel())
+
+
+def _is_turned(node: fx.Node) -> bool:
+    """Whether the last dim of a view of a linear is not that of its columns, which are next to each other."""
+    strides = [
+        hint(stride)
+        for stride, size in zip(value(node).stride(), value(node).shape, strict=True)
+        if hint(size) != 1
+    ]
+    return bool(strides) and strides[-1] != min(strides)
+
+
+def _is_turned_batch(node: fx.Node) -> bool:
+    """Whether a node permutes a batch of products, as an einsum of experts does."""
+    return (
+        node.target is aten.permute.default and _of_many(through(node, RESHAPES | {node.target})) is not None
+    )
+
+
+def share_input(first: fx.Node, second: fx.Node) -> bool:
+    """Whether linears or columns of them read one input, or batches of products one operand."""
+    return bool(_inputs(first) & _inputs(second))
+
+
+def _inputs(side: fx.Node) -> set[Any]:
+    """What identifies the input of a linear, or of columns of one; both operands of a batch of products."""
+    found, whole, apart = product(side) or columns(side), _of_many(side), is_apart(side)
+    if found is None and (terms := _summed(side)):
+        return _inputs(terms[0]) | _inputs(terms[1])
+    if found is not None:
+        return {identity(found.base.a if isinstance(found, Columns) else found.a)}
+    source = apart or whole
+    assert source is not None
+    if source.target in _CONVOLUTION:
+        return {identity(source.all_input_nodes[0])}
+    operands = source.args[:2] if source.target in _GROUPED else source.args[-2:]
+    return {identity(x) for x in operands if isinstance(x, fx.Node)}
+
+
+def _why(sides: list[fx.Node], functions: list[str], mixed: bool) -> Said:
+    """Why there is no kernel for the product of functions of two linears.
+
+    Args:
+        functions: of each linear; "" is none.
+        mixed: whether they have other operands: a norm, a vector.
+    """
+    many = [whole.target for side in sides if (whole := _of_many(side)) is not None]
+    if any(target in _CONVOLUTION for target in many):
+        return CONVOLUTION
+    if many:
+        return Reason.LIMIT(
+            "gate and up are batches of products with one operand in common (experts, or an input whose rows "
+            "are apart in memory), and the kernel supports one matrix each"
+        )
+    in_rows = all(product(side) or columns(side) for side in sides)
+    if not in_rows and (len({is_apart(side) for side in sides}) == 2 or any(map(_is_turned, sides))):
+        return Reason.LAYOUT(
+            "the results of gate and up are put into another order, as by an einsum that moves large dims"
+        )
+    if not in_rows:
+        return Reason.LAYOUT(
+            "gate and up are parts of one linear whose columns are not evenly spaced, such as parts of heads"
+        )
+    if mixed:
+        between = ", ".join(sorted({name for each in functions for name in each.split(", ") if name}))
+        return Reason.ACTIVATION(
+            f"other tensors, or the norm of a row, are between the linears and their product ({between})"
+        )
+    if all(functions):
+        return Reason.ACTIVATION(
+            f"both linears pass through a function ({'; '.join(functions)}), and the kernel supports one, on "
+            "the gate"
+        )
+    return Reason.ACTIVATION(
+        "the gate, or the linear that it multiplies, passes through an unsupported function: "
+        f"{''.join(functions)}"
+    )

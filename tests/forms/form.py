@@ -39,7 +39,10 @@ class Form:
     def build(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """What is called, in evaluation mode, and its arguments: the same at each call."""
         torch.manual_seed(0)
-        function = built(self.made, self.parts, train=False)
+        if self.parts is not None:
+            function = Module(self.made, self.parts()).eval()
+        else:
+            function = self.made().eval() if isinstance(self.made, type) else self.made
         return function, tuple(argument(spec) for spec in self.specs)
 
 
@@ -62,13 +65,6 @@ class Module(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.compute(self, *args)
-
-
-def built(made: Any, parts: Callable[[], dict[str, Any]] | None, train: bool) -> Any:
-    """What is called: a function, or a new module."""
-    if parts is not None:
-        return Module(made, parts()).train(train)
-    return made().train(train) if isinstance(made, type) else made
 
 
 def named(names: str, parts: Iterable[Any]) -> dict[str, Any]:

@@ -62,26 +62,42 @@ def points_with_themselves(q: Any, k: Any) -> Any:
     return einsum("bn,bnd->bd", (einsum("bnd,bnd->bn", q, k) * 0.25).softmax(-1), k)
 
 
-@form((2, 9, 16), (2, 1, 16), parts=lambda: dict(
-    keys=nn.Linear(16, 8), state=nn.Linear(16, 8), score=nn.Linear(8, 1),
-))  # fmt: skip
-def additive_attention(net: Any, memory: Any, state: Any) -> Any:
+@form((2, 9, 16), (2, 1, 16))
+class AdditiveAttention(nn.Module):
     """Bahdanau: a linear of one output is the query of all keys; a softmax does not see its bias."""
-    scores = net.score(torch.tanh(net.keys(memory) + net.state(state))).squeeze(-1)
-    return torch.bmm(F.softmax(scores, dim=-1).unsqueeze(1), memory).squeeze(1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.state, self.score = nn.Linear(16, 8), nn.Linear(16, 8), nn.Linear(8, 1)
+
+    def forward(self, memory: Any, state: Any) -> Any:
+        scores = self.score(torch.tanh(self.keys(memory) + self.state(state))).squeeze(-1)
+        return torch.bmm(F.softmax(scores, dim=-1).unsqueeze(1), memory).squeeze(1)
 
 
-@form((20, 16), parts=lambda: dict(value=nn.Linear(16, 8), gate=nn.Linear(16, 8), score=nn.Linear(8, 3)))
-def pooling_of_instances(net: Any, x: Any) -> Any:
+@form((20, 16))
+class PoolingOfInstances(nn.Module):
     """Gated pooling of a bag of instances, by three queries."""
-    scores = net.score(torch.tanh(net.value(x)) * torch.sigmoid(net.gate(x)))
-    return torch.mm(F.softmax(torch.transpose(scores, 1, 0), dim=1), x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.gate, self.score = nn.Linear(16, 8), nn.Linear(16, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Any) -> Any:
+        scores = self.score(torch.tanh(self.value(x)) * torch.sigmoid(self.gate(x)))
+        return torch.mm(F.softmax(torch.transpose(scores, 1, 0), dim=1), x)
 
 
-@form((2, 9, 16), (4, 16, 8), fused=0, reasons=("no-product",), parts=lambda: dict(router=nn.Linear(16, 4)))
-def choice_of_experts(net: Any, x: Any, experts: Any) -> Any:
+@form((2, 9, 16), (4, 16, 8), fused=0, reasons=("no-product",))
+class ChoiceOfExperts(nn.Module):
     """Each token weighs experts of its own: nothing is shared."""
-    return einsum("bne,bnef->bnf", net.router(x).softmax(-1), einsum("bnd,edf->bnef", x, experts))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+
+    def forward(self, x: Any, experts: Any) -> Any:
+        return einsum("bne,bnef->bnf", self.router(x).softmax(-1), einsum("bnd,edf->bnef", x, experts))
 
 
 class Memory(nn.Module):

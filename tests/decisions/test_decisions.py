@@ -281,15 +281,11 @@ def test_attention_of_another_capability(shelf: Callable[..., None]) -> None:
     assert kernel(2.0, A100) is None and kernel(4.0, A100) == "sdpa" and kernel(2.0, H100) == "row_bias"
 
 
-@pytest.mark.parametrize(
-    "changes, carries",
-    [
-        ({"kind": "shared_a", "n": [64, 64], "k": [64, 64], "layout": ["nt", "nt"]}, True),
-        ({"activation": "relu"}, True),
-        ({}, False),
-    ],
-    ids=["two linears", "an activation", "a linear by itself"],
-)
+@pytest.mark.parametrize("changes, carries", [
+    ({"kind": "shared_a", "n": [64, 64], "k": [64, 64], "layout": ["nt", "nt"]}, True),
+    ({"activation": "relu"}, True),
+    ({}, False),
+], ids=["two linears", "an activation", "a linear by itself"])  # fmt: skip
 def test_one_row_of_another_capability(
     changes: dict[str, Any], carries: bool, shelf: Callable[..., None]
 ) -> None:

@@ -291,14 +291,9 @@ def test_one_row_of_another_capability(
 ) -> None:
     """What a linear by itself gains is how far that device's library is from the limit."""
     row = {
-        "kind": "linear",
-        "n": [64],
-        "m": None,
-        "k": [64],
-        "layout": ["nt"],
-        "dtype": "bfloat16",
+        "kind": "linear", "n": [64], "m": None, "k": [64], "layout": ["nt"], "dtype": "bfloat16",
         "tokens": 1,
-    }
+    }  # fmt: skip
     row |= changes
     shelf(**{H200: {"block_mm": [{**row, "gain": 2.0, "config": None}]}}, on=A100)
     assert (decide(Query("block_mm", row), CUDA).kernel is not None) == carries

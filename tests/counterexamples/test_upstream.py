@@ -63,10 +63,6 @@ def sliced_buffer(q: Any, k: Any, v: Any, buffer: Any) -> Any:
     return softmax(torch.where(seen, scores_of(q, k) / math.sqrt(q.shape[-1]), lowest)) @ v
 
 
-def out_argument(q: Any, k: Any, v: Any, *, out: Any) -> Any:
-    return softmax(scores_of(q, k) + out) @ v
-
-
 def cloned(q: Any, k: Any, v: Any) -> Any:
     q, k, v = q.clone(), k.clone(), v.clone()
     return softmax((scores_of(q, k) * 0.3).clone()).clone().contiguous() @ v
@@ -92,10 +88,6 @@ def merged(x: Any, weight: Any) -> Any:
     q, k, v = (t.view(batch, length, 4, -1).transpose(1, 2) for t in (q, k, v))
     out = softmax(scores_of(q, k) / math.sqrt(q.shape[-1])) @ v
     return out.transpose(1, 2).reshape(batch, length, width)
-
-
-def head_dim_scale(q: Any, k: Any, v: Any) -> Any:
-    return softmax(scores_of(q, k) / q.shape[-1] ** 0.5) @ v
 
 
 def mask_of(*shape: int) -> torch.Tensor:
@@ -137,7 +129,9 @@ CASES = {
     "195782 the mask comes first": Case(
         lambda q, k, v, m: softmax(m + scores_of(q, k) * 0.3) @ v, lambda: [*qkv(), mask_of(2, 1, 7, 13)]
     ),
-    "194444 the root of a symbolic head dim": Case(head_dim_scale, qkv, dynamic=True),
+    "194444 the root of a symbolic head dim": Case(
+        lambda q, k, v: softmax(scores_of(q, k) / q.shape[-1] ** 0.5) @ v, qkv, dynamic=True
+    ),
     "111190 symbolic sizes": Case(
         lambda q, k, v, m: softmax(scores_of(q, k) * 0.3 + m) @ v,
         lambda: [*qkv(), mask_of(2, 1, 1, 13)], dynamic=True,
@@ -147,7 +141,8 @@ CASES = {
         sliced_buffer, lambda: [*qkv(5, 9), torch.ones(1, 1, 16, 16, dtype=torch.bool).tril()]
     ),
     "137229 an argument named out": Case(
-        out_argument, lambda: dict(zip("qkv", qkv(), strict=True)) | {"out": rand(1, 3, 7, 13)}
+        lambda q, k, v, *, out: softmax(scores_of(q, k) + out) @ v,
+        lambda: dict(zip("qkv", qkv(), strict=True)) | {"out": rand(1, 3, 7, 13)},
     ),
     "197832 a tuple of one": Case(lambda q, k, v: (softmax(scores_of(q, k) * 0.3) @ v,), qkv),
     "162019 a bias that is computed late": Case(late_mask, lambda: [*qkv(), rand(1, 3, 7, 13)]),

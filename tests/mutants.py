@@ -35,13 +35,9 @@ from tests.mutating import ROOT, Site, sites
 
 #: Where guards and readers are; kernels and their code are tested on a GPU as well.
 SOURCES = (
-    "fusions/**/*.py",
-    "effects/*.py",
-    "layouts/copies.py",
-    "layouts/leaving.py",
-    "layouts/keeping.py",
+    "fusions/**/*.py", "effects/*.py", "layouts/copies.py", "layouts/leaving.py", "layouts/keeping.py",
     "operands.py",
-)
+)  # fmt: skip
 #: A run with a mutant may take SLOWER times as long as its tests took, and START seconds. One that takes
 #: longer loops, and the mutant is killed.
 SLOWER, START = 5.0, 240.0

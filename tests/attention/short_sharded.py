@@ -30,13 +30,8 @@ def inputs(kv_heads: int) -> list[torch.Tensor]:
     """A batch of 8 with 4 heads: a bias of the heads, one of each of two windows, and one of the samples."""
     torch.manual_seed(kv_heads)
     shapes = [
-        (8, 4, 6, 16),
-        (8, kv_heads, 5, 16),
-        (8, kv_heads, 5, 16),
-        (1, 4, 6, 5),
-        (2, 1, 6, 5),
-        (8, 1, 1, 5),
-    ]
+        (8, 4, 6, 16), (8, kv_heads, 5, 16), (8, kv_heads, 5, 16), (1, 4, 6, 5), (2, 1, 6, 5), (8, 1, 1, 5),
+    ]  # fmt: skip
     return [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -77,6 +78,14 @@ def check(fn: Function, inputs: Sequence[Any] | Mapping[str, Any], **options: An
         return testing.check(fn, inputs, **{**defaults, **options})
 
 
+def same_as_eager(fn: Function, inputs: Sequence[torch.Tensor], **options: Any) -> testing.Capture:
+    """The run with the fusions, of which none fails; its outputs are those of eager mode, not of float64."""
+    run = testing.capture(fn, *inputs, **{"backend": testing.EAGER_AFTER_PASSES, **options})
+    assert not [site for site in run.sites if site.verdict == "failed"], run.sites
+    torch.testing.assert_close(run.outputs, fn(*(x.clone() for x in inputs)))
+    return run
+
+
 def unfused(fn: Function, inputs: Sequence[Any] | Mapping[str, Any], reason: str, **options: Any) -> None:
     """Assert that the one candidate in `fn` is left alone for `reason`, and that the result is right."""
     seen = check(fn, inputs, fused=0, reason=reason, **options)
@@ -98,19 +107,15 @@ def flex_everywhere(kernel: str = "auto") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def short_everywhere() -> Iterator[None]:
-    """The operation for short attention wherever it can be, on the CPU too."""
-    devices = mock.patch.object(terms, "DEVICES", frozenset({"cpu", "cuda"}))
-    with devices, config.patch(attention_kernel="short"):
+def _everywhere(module: Any, kernel: str) -> Iterator[None]:
+    devices = mock.patch.object(module, "DEVICES", frozenset({"cpu", "cuda"}))
+    with devices, config.patch(attention_kernel=kernel):
         yield
 
 
-@contextlib.contextmanager
-def decode_everywhere() -> Iterator[None]:
-    """The operation for few queries wherever it can be, on the CPU too."""
-    devices = mock.patch.object(decode, "DEVICES", frozenset({"cpu", "cuda"}))
-    with devices, config.patch(attention_kernel="decode"):
-        yield
+#: The operations for short attention and for few queries wherever they can be, on the CPU too.
+short_everywhere = functools.partial(_everywhere, terms, "short")
+decode_everywhere = functools.partial(_everywhere, decode, "decode")
 
 
 def through_flex(fn: Function, inputs: Sequence[Any] | Mapping[str, Any], **options: Any) -> testing.Checked:

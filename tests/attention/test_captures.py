@@ -93,15 +93,12 @@ def inputs(dtype: torch.dtype = torch.bfloat16, grad: bool = False, length: int 
     return x, w, pad, table
 
 
-@pytest.mark.parametrize(
-    ("train", "dynamic"),
-    [
-        pytest.param(False, False, id="inference-numbers"),
-        pytest.param(False, True, id="inference-symbols", marks=pytest.mark.long),
-        pytest.param(True, False, id="training-numbers", marks=pytest.mark.long),
-        pytest.param(True, True, id="training-symbols"),
-    ],
-)
+@pytest.mark.parametrize(("train", "dynamic"), [
+    pytest.param(False, False, id="inference-numbers"),
+    pytest.param(False, True, id="inference-symbols", marks=pytest.mark.long),
+    pytest.param(True, False, id="training-numbers", marks=pytest.mark.long),
+    pytest.param(True, True, id="training-symbols"),
+])  # fmt: skip
 @cases(CASES)
 def test_compiles_for_a_gpu(case: Any, train: bool, dynamic: bool) -> None:
     pytest.importorskip("triton")

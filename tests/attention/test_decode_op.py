@@ -86,17 +86,14 @@ def test_what_hides(dtype: torch.dtype) -> None:
     assert found.flatten().tolist() == [least, -math.inf, -math.inf, -math.inf]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda a: {**a, "k": a["k"][:, :, :, :8]}, "heads"),
-        (lambda a: {**a, "q": a["q"][0]}, "4-D"),
-        (lambda a: {**a, "v": a["v"].double()}, "dtype"),
-        (lambda a: {**a, "causal": True}, "either a mask or is_causal"),
-        (lambda a: {**a, "mask": a["mask"].int()}, "boolean or floating"),
-        (lambda a: {**a, "mask": a["mask"][..., :5]}, "one column"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda a: {**a, "k": a["k"][:, :, :, :8]}, "heads"),
+    (lambda a: {**a, "q": a["q"][0]}, "4-D"),
+    (lambda a: {**a, "v": a["v"].double()}, "dtype"),
+    (lambda a: {**a, "causal": True}, "either a mask or is_causal"),
+    (lambda a: {**a, "mask": a["mask"].int()}, "boolean or floating"),
+    (lambda a: {**a, "mask": a["mask"][..., :5]}, "one column"),
+])  # fmt: skip
 def test_arguments_that_do_not_fit(change: Any, message: str) -> None:
     q, k, v = qkv(1, 13, heads=4, kv_heads=2, grad=False)
     given = change({"q": q, "k": k, "v": v, "mask": visible(2, 1, 1, 13), "causal": False})
@@ -144,17 +141,14 @@ def machine_code(arch: int, kind: int, by_row: bool, dim: int, block_m: int, con
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "by_row", "dim", "block_m", "archs"),
-    [
-        (1, False, 128, 16, (80, 90, 100, 120)),
-        (2, False, 128, 16, (90, 120)),
-        (2, True, 128, 32, (80, 90)),
-        (1, True, 256, 32, (90, 120)),
-        (0, False, 64, 16, (90,)),
-        (1, False, 80, 16, (90,)),
-    ],
-)
+@pytest.mark.parametrize(("kind", "by_row", "dim", "block_m", "archs"), [
+    (1, False, 128, 16, (80, 90, 100, 120)),
+    (2, False, 128, 16, (90, 120)),
+    (2, True, 128, 32, (80, 90)),
+    (1, True, 256, 32, (90, 120)),
+    (0, False, 64, 16, (90,)),
+    (1, False, 80, 16, (90,)),
+])  # fmt: skip
 def test_machine_code(kind: int, by_row: bool, dim: int, block_m: int, archs: tuple[int, ...]) -> None:
     """Tensor cores, loads that are under way beside them, and shared memory that every device has."""
     shape = plan.Shape(1, 32, 8, 1, 4096, dim, DTYPE, "boolean")

@@ -117,13 +117,9 @@ def test_dropout_of_one_in_a_call() -> None:
 
 #: Sizes of q, k and v as (batch, heads, q_len, kv_len, dim, v_dim).
 EMPTY = {
-    "no sample": (0, 3, 7, 13, 16, 16),
-    "no head": (2, 0, 7, 13, 16, 16),
-    "no query": (2, 3, 0, 13, 16, 16),
-    "no key": (2, 3, 7, 0, 16, 16),
-    "no dim": (2, 3, 7, 13, 0, 16),
-    "no value": (2, 3, 7, 13, 16, 0),
-}
+    "no sample": (0, 3, 7, 13, 16, 16), "no head": (2, 0, 7, 13, 16, 16), "no query": (2, 3, 0, 13, 16, 16),
+    "no key": (2, 3, 7, 0, 16, 16), "no dim": (2, 3, 7, 13, 0, 16), "no value": (2, 3, 7, 13, 16, 0),
+}  # fmt: skip
 
 
 def sized(b: int, h: int, m: int, n: int, d: int, e: int, grad: bool = True) -> tuple[torch.Tensor, ...]:

@@ -47,6 +47,10 @@ def finish(scores, v):
     return torch.softmax(scores, dim=-1) @ v
 
 
+def with_mask(q, k, v, mask):
+    return finish(q @ k.mT * 0.3 + mask, v)
+
+
 def without_padded_samples(fn, padded: int = 0):
     """Whole samples of padding, under a mask with one row for all queries, send no gradient into q and k.
 
@@ -180,13 +184,11 @@ def test_given_mask(shape: str, fill: float, dtype: torch.dtype, train: bool) ->
         seen = left_padding()[:, None, None, :] & (torch.arange(B) > 0)[:, None, None, None]
     mask = torch.zeros(seen.shape).masked_fill(~seen, fill)
 
-    def fn(q, k, v, mask):
-        return finish(q @ k.mT * 0.3 + mask, v)
-
     def absorbed(q, k, v, mask):
         """In float64, -1e9 does not absorb a score."""
-        return fn(q, k, v, mask.masked_fill(mask < 0, -1e300))
+        return with_mask(q, k, v, mask.masked_fill(mask < 0, -1e300))
 
+    fn = with_mask
     if train and shape == "padding":
         fn, absorbed = without_padded_samples(fn), without_padded_samples(absorbed)
     check(fn, (*qkv(S, S, batch=B, heads=H), mask), dtype=dtype, train=train, reference=absorbed)
@@ -196,8 +198,7 @@ def test_given_mask(shape: str, fill: float, dtype: torch.dtype, train: bool) ->
 def test_fill_that_does_not_absorb_the_scores(train: bool) -> None:
     """-1e4 added in float32 leaves differences between the scores of a fully masked row."""
     mask = torch.zeros(B, 1, S, S).masked_fill(~causal(left_padding()), -1e4)
-    fn = lambda q, k, v, m: finish(q @ k.mT * 0.3 + m, v)  # noqa: E731
-    check(fn, (*qkv(S, S, batch=B, heads=H), mask), train=train)
+    check(with_mask, (*qkv(S, S, batch=B, heads=H), mask), train=train)
 
 
 BIASED = {
@@ -242,9 +243,7 @@ def test_sizes(train: bool) -> None:
     mask = torch.zeros(B, 1, 1, 13)
     mask[1] = LOWEST
     mask[2, ..., :4] = LOWEST
-    fn = lambda q, k, v, m: finish(q @ k.mT * 0.3 + m, v)  # noqa: E731
-    if train:
-        fn = without_padded_samples(fn, padded=1)
+    fn = without_padded_samples(with_mask, padded=1) if train else with_mask
     for sizes in (dict(), dict(v_dim=8), dict(q_len=1), dict(dim=24, v_dim=40)):
         check(fn, (*qkv(**{"q_len": 7, "batch": B, "heads": H, **sizes}), mask), train=train)
 
@@ -274,10 +273,6 @@ def test_infinite_fill(how: str, train: bool) -> None:
 # -- the setting ----------------------------------------------------------------------------------
 
 
-def with_mask(q, k, v, mask):
-    return finish(q @ k.mT * 0.3 + mask, v)
-
-
 def given() -> tuple[torch.Tensor, ...]:
     mask = torch.zeros(B, 1, S, S).masked_fill(~causal(left_padding()), LOWEST)
     return (*qkv(S, S, batch=B, heads=H), mask)
@@ -288,8 +283,7 @@ def test_stock() -> None:
     with config.patch(empty_rows="stock"):
         check(with_mask, given(), fused=0, reason="empty-rows")
         check(with_mask, given(), train=False)
-        visible = lambda q, k, v, m: finish(q @ k.mT * 0.3, v)  # noqa: E731
-        check(visible, given())
+        check(lambda q, k, v, m: finish(q @ k.mT * 0.3, v), given())
 
 
 def test_ignore() -> None:

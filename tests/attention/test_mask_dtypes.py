@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 
-from inductor_fusions import testing
 from inductor_fusions.fusions.attention.masks.dtypes import rounded
-from tests.attention.support import flex_everywhere, qkv
+from tests.attention.support import flex_everywhere, qkv, same_as_eager
 
 
 def against(place: torch.Tensor) -> torch.Tensor:
@@ -80,19 +80,8 @@ def attention(mask: Any) -> Any:
 @pytest.mark.parametrize(("length", "mask"), LIMITED.values(), ids=LIMITED)
 def test_limited(length: int, mask: Any, flex: bool) -> None:
     """The same as eager: float64, which other tests compare with, would not round."""
-    inputs = qkv(length, length, batch=1, heads=1, grad=False)
-    wanted = attention(mask)(*inputs)
-
-    def run() -> Any:
-        return testing.capture(attention(mask), *inputs, backend=testing.EAGER_AFTER_PASSES)
-
-    if flex:
-        with flex_everywhere():
-            found = run()
-    else:
-        found = run()
-    assert not [site for site in found.sites if site.verdict == "failed"]
-    torch.testing.assert_close(found.outputs, wanted)
+    with flex_everywhere() if flex else contextlib.nullcontext():
+        same_as_eager(attention(mask), qkv(length, length, batch=1, heads=1, grad=False))
 
 
 #: Where everything that may come up is a number of the dtype, the mask is proved as before.
@@ -109,27 +98,13 @@ HELD = {
 
 @pytest.mark.parametrize("mask", HELD.values(), ids=HELD)
 def test_held(mask: Any) -> None:
-    inputs = qkv(40, 40, batch=1, heads=1, grad=False)
-    run = testing.capture(attention(mask), *inputs, backend=testing.EAGER_AFTER_PASSES)
+    run = same_as_eager(attention(mask), qkv(40, 40, batch=1, heads=1, grad=False))
     assert [site.kernel for site in run.fused] == ["sdpa, is_causal"]
-    torch.testing.assert_close(run.outputs, attention(mask)(*inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_rounded(dtype: torch.dtype) -> None:
-    numbers = [
-        0.1,
-        -1e4,
-        65519.0,
-        65520.0,
-        1e-7,
-        3e-45,
-        6e-8,
-        -3.4028234663852886e38,
-        1e39,
-        257.0,
-        258.0,
-        2049,
-    ]
-    for number in numbers:
+    for number in (
+        0.1, -1e4, 65519.0, 65520.0, 1e-7, 3e-45, 6e-8, -3.4028234663852886e38, 1e39, 257.0, 258.0, 2049,
+    ):  # fmt: skip
         assert rounded(number, dtype) == torch.tensor(number, dtype=dtype).item(), number

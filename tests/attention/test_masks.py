@@ -28,18 +28,10 @@ LOWEST = torch.finfo(torch.float32).min
 INF = float("inf")
 
 SHAPES = [
-    (KV_LEN,),
-    (1, KV_LEN),
-    (Q_LEN, KV_LEN),
-    (HEADS, 1, KV_LEN),
-    (HEADS, Q_LEN, KV_LEN),
-    (1, 1, Q_LEN, KV_LEN),
-    (BATCH, 1, 1, KV_LEN),
-    (BATCH, 1, Q_LEN, KV_LEN),
-    (1, HEADS, Q_LEN, KV_LEN),
-    (BATCH, HEADS, 1, KV_LEN),
-    (BATCH, HEADS, Q_LEN, KV_LEN),
-]
+    (KV_LEN,), (1, KV_LEN), (Q_LEN, KV_LEN), (HEADS, 1, KV_LEN), (HEADS, Q_LEN, KV_LEN),
+    (1, 1, Q_LEN, KV_LEN), (BATCH, 1, 1, KV_LEN), (BATCH, 1, Q_LEN, KV_LEN), (1, HEADS, Q_LEN, KV_LEN),
+    (BATCH, HEADS, 1, KV_LEN), (BATCH, HEADS, Q_LEN, KV_LEN),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

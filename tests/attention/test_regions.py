@@ -376,6 +376,3 @@ def test_exported_sdpa() -> None:
     module = torch.export.export(Call(), inputs).module()
     seen = check(module, inputs, train=False, kernel="is_causal", reference=Call())
     assert sdpa(seen.ours).kwargs["is_causal"] is True
-
-
-# -- policy ---------------------------------------------------------------------------------------

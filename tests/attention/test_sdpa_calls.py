@@ -21,6 +21,7 @@ from tests.attention.support import (
     check,
     qkv,
     rand,
+    same_as_eager,
     sdpa,
     unfused,
     visible,
@@ -192,8 +193,7 @@ def test_multihead_attention_with_more_keys_than_tokens(more: dict[str, bool], a
 
     x = torch.randn(2, 9, 32)
     with torch.no_grad():
-        run = testing.capture(call, x, backend=testing.EAGER_AFTER_PASSES)
-        torch.testing.assert_close(run.outputs, call(x))
+        same_as_eager(call, [x])
 
 
 @pytest.mark.parametrize("shared", [0, 1], ids=["samples", "heads"])
@@ -208,17 +208,14 @@ def test_queries_that_are_shared(shared: int) -> None:
 PADDED = "already an SDPA call; its mask is causal+pad, and flex attention "
 
 
-@pytest.mark.parametrize(
-    ("call", "options", "reason"),
-    [
-        (lambda q, k, v, m: sdpa_of(q, k, v, m).tanh(), {}, f"{PADDED}on a CPU cannot be followed"),
-        (lambda q, k, v, m: sdpa_of(q, k, v, m, dropout_p=0.1), {}, f"{PADDED}has no dropout"),
-        (lambda q, k, v, m: sdpa_of(q, k, v, m), {"train": True}, f"{PADDED}has no backward on a CPU"),
-        (lambda q, k, v, m: sdpa_of(q, k, v, m), {"attention_kernel": "sdpa"}, f"{PADDED}is not selected"),
-        (lambda q, k, v, m: sdpa_of(q, k, v, None), {}, "already an SDPA call without a mask"),
-        (lambda q, k, v, m: sdpa_of(q, k, v, rand(S, S)), {}, "nothing is proved about its mask"),
-    ],
-)
+@pytest.mark.parametrize(("call", "options", "reason"), [
+    (lambda q, k, v, m: sdpa_of(q, k, v, m).tanh(), {}, f"{PADDED}on a CPU cannot be followed"),
+    (lambda q, k, v, m: sdpa_of(q, k, v, m, dropout_p=0.1), {}, f"{PADDED}has no dropout"),
+    (lambda q, k, v, m: sdpa_of(q, k, v, m), {"train": True}, f"{PADDED}has no backward on a CPU"),
+    (lambda q, k, v, m: sdpa_of(q, k, v, m), {"attention_kernel": "sdpa"}, f"{PADDED}is not selected"),
+    (lambda q, k, v, m: sdpa_of(q, k, v, None), {}, "already an SDPA call without a mask"),
+    (lambda q, k, v, m: sdpa_of(q, k, v, rand(S, S)), {}, "nothing is proved about its mask"),
+])  # fmt: skip
 def test_reason(call: Any, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was proved of a mask, and what is missing for a kernel that skips what it hides."""
     monkeypatch.setattr(flex, "flex_on_cpu", lambda: True)

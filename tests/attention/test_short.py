@@ -99,31 +99,22 @@ def test_flops() -> None:
     assert counter.get_total_flops() == 7 * products
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"q": torch.ones(4, 2, 3)}, "q of short_attention must be .*not 3-D"),
-        ({"k": torch.ones(4, 2, 5, 8).half()}, "k is torch.float16"),
-        ({"k": torch.ones(4, 1, 5, 8)}, "k of short_attention needs the number of heads of q, 2, not 1"),
-        (
-            {"k": torch.ones(4, 3, 5, 8), "v": torch.ones(4, 3, 5, 8)},
-            "heads of k, 3, does not divide that of q, 2",
-        ),
-        ({"k": torch.ones(4, 2, 5, 4)}, "head dim of q, 8, not 4"),
-        ({"v": torch.ones(4, 2, 6, 8)}, "v of short_attention needs the length of k, 5, not 6"),
-        ({"q": torch.ones(4, 2, 129, 8)}, "q of short_attention may have at most 128 rows, not 129"),
-        ({"masks": [torch.ones(1, 1, 3, 5).int()]}, r"masks\[0\] .*floating or boolean, not torch.int32"),
-        (
-            {"masks": [torch.ones(1, 1, 3, 4)]},
-            r"masks\[0\] of short_attention has size 4 in dim 3, not 1 or 5",
-        ),
-        ({"masks": [torch.ones(3, 5)]}, r"masks\[0\] of short_attention must be 4-D, not 2-D"),
-        ({"masks": [torch.ones(3, 1, 3, 5)]}, r"masks\[0\] of short_attention, 3, must divide the batch"),
-        ({"masks": [torch.ones(1, 1, 3, 5)], "numbers": []}, "one number for each of its 1 masks"),
-        ({"masks": torch.ones(1, 1, 3, 5)}, "masks of short_attention must be a list of tensors"),
-        ({"k": torch.ones(4, 2, 5, 8, device="meta")}, "on one device, not on cpu and meta"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    ({"q": torch.ones(4, 2, 3)}, "q of short_attention must be .*not 3-D"),
+    ({"k": torch.ones(4, 2, 5, 8).half()}, "k is torch.float16"),
+    ({"k": torch.ones(4, 1, 5, 8)}, "k of short_attention needs the number of heads of q, 2, not 1"),
+    (dict.fromkeys("kv", torch.ones(4, 3, 5, 8)), "heads of k, 3, does not divide that of q, 2"),
+    ({"k": torch.ones(4, 2, 5, 4)}, "head dim of q, 8, not 4"),
+    ({"v": torch.ones(4, 2, 6, 8)}, "v of short_attention needs the length of k, 5, not 6"),
+    ({"q": torch.ones(4, 2, 129, 8)}, "q of short_attention may have at most 128 rows, not 129"),
+    ({"masks": [torch.ones(1, 1, 3, 5).int()]}, r"masks\[0\] .*floating or boolean, not torch.int32"),
+    ({"masks": [torch.ones(1, 1, 3, 4)]}, r"masks\[0\] of short_attention has size 4 in dim 3, not 1 or 5"),
+    ({"masks": [torch.ones(3, 5)]}, r"masks\[0\] of short_attention must be 4-D, not 2-D"),
+    ({"masks": [torch.ones(3, 1, 3, 5)]}, r"masks\[0\] of short_attention, 3, must divide the batch"),
+    ({"masks": [torch.ones(1, 1, 3, 5)], "numbers": []}, "one number for each of its 1 masks"),
+    ({"masks": torch.ones(1, 1, 3, 5)}, "masks of short_attention must be a list of tensors"),
+    ({"k": torch.ones(4, 2, 5, 8, device="meta")}, "on one device, not on cpu and meta"),
+])  # fmt: skip
 def test_arguments_that_do_not_fit(change: dict[str, Any], says: str) -> None:
     given = {"q": torch.ones(4, 2, 3, 8), "k": torch.ones(4, 2, 5, 8), "v": torch.ones(4, 2, 5, 8)}
     with pytest.raises((TypeError, ValueError), match=says):
@@ -315,15 +306,11 @@ def called(q: Any, k: Any, v: Any, bias: Any) -> Any:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, scale=0.3)
 
 
-def learned(*shape: int) -> torch.Tensor:
-    return torch.randn(shape).requires_grad_()
-
-
 CALLS = {
-    "a bias": lambda: learned(1, 3, 7, 13),
-    "a bias of the heads": lambda: learned(3, 7, 13),
-    "a matrix": lambda: learned(7, 13),
-    "of the samples": lambda: learned(2, 1, 1, 13),
+    "a bias": lambda: rand(1, 3, 7, 13),
+    "a bias of the heads": lambda: rand(3, 7, 13),
+    "a matrix": lambda: rand(7, 13),
+    "of the samples": lambda: rand(2, 1, 1, 13),
 }
 
 

@@ -37,20 +37,17 @@ def results(*rows: dict[str, Any], **more: Any) -> dict[str, Any]:
 # -- comparing ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "worse"),
-    [
-        (row(ratio=1.5), row(ratio=1.5), False),
-        (row(ratio=1.5), row(ratio=1.46), False),  # 0.973
-        (row(ratio=1.5, noise=0.0), row(ratio=1.4, noise=0.0), True),
-        (row(ratio=1.5, noise=0.05), row(ratio=1.4, noise=0.05), False),  # within the noise of both
-        (row(ratio=1.5, noise=0.05), row(ratio=1.2, noise=0.05), True),
-        (row(ratio=0.9, noise=0.0), row(ratio=0.9, noise=0.0), False),  # no worse than it was
-        (row(ratio=1.5), row(ratio=None, correct=False), True),
-        (row(ratio=1.5), row(ratio=None, failed={"fused": "no"}), True),
-        (row(ratio=None), row(ratio=0.5, noise=0.0), False),  # nothing to compare with
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "worse"), [
+    (row(ratio=1.5), row(ratio=1.5), False),
+    (row(ratio=1.5), row(ratio=1.46), False),  # 0.973
+    (row(ratio=1.5, noise=0.0), row(ratio=1.4, noise=0.0), True),
+    (row(ratio=1.5, noise=0.05), row(ratio=1.4, noise=0.05), False),  # within the noise of both
+    (row(ratio=1.5, noise=0.05), row(ratio=1.2, noise=0.05), True),
+    (row(ratio=0.9, noise=0.0), row(ratio=0.9, noise=0.0), False),  # no worse than it was
+    (row(ratio=1.5), row(ratio=None, correct=False), True),
+    (row(ratio=1.5), row(ratio=None, failed={"fused": "no"}), True),
+    (row(ratio=None), row(ratio=0.5, noise=0.0), False),  # nothing to compare with
+])  # fmt: skip
 def test_what_is_worse(old: dict[str, Any], new: dict[str, Any], worse: bool) -> None:
     (change,) = compare.compare([new], [old])
     assert change.worse(0.97) is worse

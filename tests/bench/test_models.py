@@ -124,15 +124,12 @@ def test_fused_is_held_to_stock_in_its_own_mode() -> None:
     assert is_correct(CASES[0], {"autotuned": {"out": 0.04}}) is None
 
 
-@pytest.mark.parametrize(
-    ("mode", "name", "expected"),
-    [
-        ("default", "stock", "default"),
-        ("default", "autotuned", "max-autotune-no-cudagraphs"),
-        ("reduce-overhead", "fused", "reduce-overhead"),
-        ("reduce-overhead", "fused_autotuned", "max-autotune"),
-    ],
-)
+@pytest.mark.parametrize(("mode", "name", "expected"), [
+    ("default", "stock", "default"),
+    ("default", "autotuned", "max-autotune-no-cudagraphs"),
+    ("reduce-overhead", "fused", "reduce-overhead"),
+    ("reduce-overhead", "fused_autotuned", "max-autotune"),
+])  # fmt: skip
 def test_autotuned_keeps_cuda_graphs(mode: str, name: str, expected: str) -> None:
     assert compile_mode(name, replace(CASES[0], mode=mode)) == expected
 

@@ -55,17 +55,14 @@ def test_batches() -> None:
     assert images["labels"].tolist() == [0, 1] and "pixel_values" in images
 
 
-@pytest.mark.parametrize(
-    ("changed", "within"),
-    [
-        ({}, True),
-        ({"loss": [6.01, 5.0]}, True),
-        ({"loss": [6.05, 5.0]}, False),
-        ({"loss": [6.0, 5.2]}, False),
-        ({"loss": [6.0, float("nan")]}, False),
-        ({"norm": 2.1}, False),
-    ],
-)
+@pytest.mark.parametrize(("changed", "within"), [
+    ({}, True),
+    ({"loss": [6.01, 5.0]}, True),
+    ({"loss": [6.05, 5.0]}, False),
+    ({"loss": [6.0, 5.2]}, False),
+    ({"loss": [6.0, float("nan")]}, False),
+    ({"norm": 2.1}, False),
+])  # fmt: skip
 def test_agreement_with_stock(changed: dict[str, Any], within: bool) -> None:
     stock = {"loss": [6.0, 5.0], "norm": 2.0}
     assert steps.agrees({**stock, **changed}, stock, dropout=False)[0] is within

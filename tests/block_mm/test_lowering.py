@@ -217,19 +217,16 @@ def row(tokens: int, gain: float, **changes: Any) -> dict[str, Any]:
     return {**wanted.key, "tokens": tokens, "gain": gain, "config": chosen, **changes}
 
 
-@pytest.mark.parametrize(
-    ("tokens", "says"),
-    [
-        (4, "not measured on"),
-        (8, ""),
-        (32, ""),
-        (64, ""),
-        (100, "no faster than stock"),
-        (256, "no faster than stock"),
-        (1024, "not measured on"),
-        (4096, ""),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "says"), [
+    (4, "not measured on"),
+    (8, ""),
+    (32, ""),
+    (64, ""),
+    (100, "no faster than stock"),
+    (256, "no faster than stock"),
+    (1024, "not measured on"),
+    (4096, ""),
+])  # fmt: skip
 def test_table(tokens: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shape between two rows that pay, not further apart than 8 times, is covered; others are not."""
     table = {"block_mm": [row(8, 1.5), row(64, 1.2), row(256, 0.9), row(4096, 1.1), row(32, 9.0, k=[96, 96])]}

@@ -63,15 +63,12 @@ def shapes(run: Run, graph: int = 0) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "calls", "left"),
-    [
-        ("Llama", {"3": 2, "gate": 2}, 4),
-        ("Qwen2", {"3": 2, "gate": 2}, 4),
-        ("Bert", {"3": 2, "1": 2}, 4),
-        ("ViT", {"3": 2, "1": 2}, 4),
-    ],
-)
+@pytest.mark.parametrize(("name", "calls", "left"), [
+    ("Llama", {"3": 2, "gate": 2}, 4),
+    ("Qwen2", {"3": 2, "gate": 2}, 4),
+    ("Bert", {"3": 2, "1": 2}, 4),
+    ("ViT", {"3": 2, "1": 2}, 4),
+])  # fmt: skip
 def test_inference(name: str, calls: dict[str, int], left: int) -> None:
     """Each layer's projections are one; what is left are the output and the down projections."""
     run = seen(name, train=False)

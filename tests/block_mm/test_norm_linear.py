@@ -139,13 +139,10 @@ def test_adapter() -> None:
     assert seen.fused("norm_linear") == 1
 
 
-@pytest.mark.parametrize(
-    ("other", "why"),
-    [
-        (lambda y, linear: (linear(y), y), "returned"),
-        (lambda y, linear: (linear(y), y.sum(-1)), "read more than once"),
-    ],
-)
+@pytest.mark.parametrize(("other", "why"), [
+    (lambda y, linear: (linear(y), y), "returned"),
+    (lambda y, linear: (linear(y), y.sum(-1)), "read more than once"),
+])  # fmt: skip
 def test_read_elsewhere(other: Callable[..., Any], why: str) -> None:
     norm, linear = Llama().to(BF16), nn.Linear(64, 96).to(BF16)
     with torch.no_grad():

@@ -103,15 +103,12 @@ def test_compiled_on_the_cpu() -> None:
         torch.testing.assert_close(ours, eager)
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "import inductor_fusions, torch._inductor.lowering",
-        "import torch._inductor.lowering, inductor_fusions.ops",
-        "from inductor_fusions import ops; import torch; torch.compile(torch.sin)(torch.ones(3))",
-        "import inductor_fusions.ops, torch._inductor.graph",
-    ],
-)
+@pytest.mark.parametrize("first", [
+    "import inductor_fusions, torch._inductor.lowering",
+    "import torch._inductor.lowering, inductor_fusions.ops",
+    "from inductor_fusions import ops; import torch; torch.compile(torch.sin)(torch.ones(3))",
+    "import inductor_fusions.ops, torch._inductor.graph",
+])  # fmt: skip
 def test_lowering_is_registered_whatever_is_imported_first(first: str) -> None:
     code = f"{first}\n" + (
         "import torch, sys\n"
@@ -122,59 +119,50 @@ def test_lowering_is_registered_whatever_is_imported_first(first: str) -> None:
     assert done.stdout.split()[-1:] == ["True"], done.stderr
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"groups": [0, 2]}, "in ascending order"),
-        ({"groups": [1, 0]}, "in ascending order"),
-        ({"groups": [0]}, "for each: got"),
-        ({"activations": ["softmax", ""]}, "no activation 'softmax'"),
-        ({"activations": ["relu"]}, "one activation for each"),
-        ({"bias": [None]}, "one bias"),
-        ({"gated": True, "groups": [0, 0]}, "needs two groups"),
-        ({"a": [], "b": []}, "at least one product"),
-        ({"b": [torch.randn(8, 6), torch.randn(7, 6)]}, r"b\[1\] .* has 7 rows, not the 8 that a\[1\]"),
-        ({"b": [torch.randn(8, 6), torch.randn(8)]}, r"b\[1\] .* must be a matrix, not 1-D"),
-        ({"b": [torch.randn(8, 6), torch.randn(8, 6).double()]}, r"a\[1\] and b\[1\] .* one floating dtype"),
-        ({"b": [torch.randn(8, 6)]}, "2 in a, 1 in b"),
-        ({"bias": [torch.ones(()), None]}, r"bias\[0\] .* a vector or a matrix"),
-        ({"bias": [None, torch.ones(7)]}, r"bias\[1\] .* has 7 columns, not the 6 that b\[1\]"),
-        ({"b": [torch.randn(8, 6, device="meta")] * 2}, "on one device, not on cpu and meta"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    ({"groups": [0, 2]}, "in ascending order"),
+    ({"groups": [1, 0]}, "in ascending order"),
+    ({"groups": [0]}, "for each: got"),
+    ({"activations": ["softmax", ""]}, "no activation 'softmax'"),
+    ({"activations": ["relu"]}, "one activation for each"),
+    ({"bias": [None]}, "one bias"),
+    ({"gated": True, "groups": [0, 0]}, "needs two groups"),
+    ({"a": [], "b": []}, "at least one product"),
+    ({"b": [torch.randn(8, 6), torch.randn(7, 6)]}, r"b\[1\] .* has 7 rows, not the 8 that a\[1\]"),
+    ({"b": [torch.randn(8, 6), torch.randn(8)]}, r"b\[1\] .* must be a matrix, not 1-D"),
+    ({"b": [torch.randn(8, 6), torch.randn(8, 6).double()]}, r"a\[1\] and b\[1\] .* one floating dtype"),
+    ({"b": [torch.randn(8, 6)]}, "2 in a, 1 in b"),
+    ({"bias": [torch.ones(()), None]}, r"bias\[0\] .* a vector or a matrix"),
+    ({"bias": [None, torch.ones(7)]}, r"bias\[1\] .* has 7 columns, not the 6 that b\[1\]"),
+    ({"b": [torch.randn(8, 6, device="meta")] * 2}, "on one device, not on cpu and meta"),
+])  # fmt: skip
 def test_arguments_that_do_not_fit(change: dict[str, Any], says: str) -> None:
     x, w = torch.randn(5, 8), torch.randn(8, 6)
     with pytest.raises(ValueError, match=says):
         ops.block_mm(**{"a": [x, x], "b": [w, w], **change})
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"a": torch.randn(5, 8)}, "a of block_mm must be a list of tensors, not a Tensor"),
-        ({"b": torch.randn(8, 6)}, "b of block_mm must be a list of tensors, not a Tensor"),
-        ({"bias": torch.randn(6)}, "bias of block_mm must be a list of tensors or None, not a Tensor"),
-        ({"a": [torch.randn(5, 8), None]}, r"a of block_mm .* element 1 is a NoneType"),
-        ({"activations": "relu"}, "activations of block_mm must be a list of strings, not 'relu'"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    ({"a": torch.randn(5, 8)}, "a of block_mm must be a list of tensors, not a Tensor"),
+    ({"b": torch.randn(8, 6)}, "b of block_mm must be a list of tensors, not a Tensor"),
+    ({"bias": torch.randn(6)}, "bias of block_mm must be a list of tensors or None, not a Tensor"),
+    ({"a": [torch.randn(5, 8), None]}, r"a of block_mm .* element 1 is a NoneType"),
+    ({"activations": "relu"}, "activations of block_mm must be a list of strings, not 'relu'"),
+])  # fmt: skip
 def test_arguments_of_other_types(change: dict[str, Any], says: str) -> None:
     x, w = torch.randn(5, 8), torch.randn(8, 6)
     with pytest.raises(TypeError, match=says):
         ops.block_mm(**{"a": [x, x], "b": [w, w], **change})
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"bias": [torch.ones(1), None]},
-        {"bias": [torch.ones(1, 6), None]},
-        {"bias": [None, torch.ones(5, 1)]},
-        {"a": [torch.ones(5, 8), torch.ones(1, 8)], "groups": [0, 0]},
-        {"b": [torch.ones(8, 6), torch.ones(8, 1)], "groups": [0, 0]},
-        {"b": [torch.ones(8, 6), torch.ones(8, 1)], "gated": True},
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {"bias": [torch.ones(1), None]},
+    {"bias": [torch.ones(1, 6), None]},
+    {"bias": [None, torch.ones(5, 1)]},
+    {"a": [torch.ones(5, 8), torch.ones(1, 8)], "groups": [0, 0]},
+    {"b": [torch.ones(8, 6), torch.ones(8, 1)], "groups": [0, 0]},
+    {"b": [torch.ones(8, 6), torch.ones(8, 1)], "gated": True},
+])  # fmt: skip
 def test_nothing_is_broadcast(change: dict[str, Any]) -> None:
     """Kernels would read past the end."""
     x, w = torch.randn(5, 8), torch.randn(8, 6)

@@ -137,15 +137,12 @@ def test_tied_weights() -> None:
     assert named(call).b[0] is named(call).b[1]
 
 
-@pytest.mark.parametrize(
-    ("fn", "reason"),
-    [
-        # The second weight is made from the first result, the third one from the second's.
-        (lambda x, w: (y := x @ w, z := x @ y, x @ (z + 1)), "one of the products is an operand of another"),
-        # The second weight is made from a function of the first result: never before it.
-        (lambda x, w: x @ (x @ w).relu(), "before the operands of another are computed"),
-    ],
-)
+@pytest.mark.parametrize(("fn", "reason"), [
+    # The second weight is made from the first result, the third one from the second's.
+    (lambda x, w: (y := x @ w, z := x @ y, x @ (z + 1)), "one of the products is an operand of another"),
+    # The second weight is made from a function of the first result: never before it.
+    (lambda x, w: x @ (x @ w).relu(), "before the operands of another are computed"),
+])  # fmt: skip
 def test_operand_of_another_product(fn: Any, reason: str) -> None:
     seen = check(fn, (rand(64, 64), rand(64, 64)), train=True, budget=2.0)
     assert all(len(named(call).a) == 1 for call in seen.calls(0))
@@ -195,13 +192,10 @@ def test_not_where_it_needs_more_memory() -> None:
     assert any("peak memory" in reason for reason in seen.reasons("qkv"))
 
 
-@pytest.mark.parametrize(
-    ("width", "outs", "says"),
-    [
-        (60, (64, 64), "not a multiple of 8"),
-        (64, (60, 64), "the number of columns, 60, is not a multiple of 8"),
-    ],
-)
+@pytest.mark.parametrize(("width", "outs", "says"), [
+    (60, (64, 64), "not a multiple of 8"),
+    (64, (60, 64), "the number of columns, 60, is not a multiple of 8"),
+])  # fmt: skip
 def test_odd_sizes(width: int, outs: tuple[int, ...], says: str) -> None:
     seen = check(Linears(width, outs).bfloat16(), (rand(32, width),))
     assert not seen.calls()

@@ -117,21 +117,17 @@ def test_under_torchrun(folder: Path) -> None:
     assert "__main__ ['--lr', '3'] 6" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["run", "no_such.py"], "no such file: no_such.py"),
-        (["run", "-m", "no_such_module"], "no module named no_such_module"),
-        (["run"], "SCRIPT"),
-        (["run", "--json", "no/such/r.json", "train.py"], "--json: the folder no/such does not exist"),
-        (["run", "--json", ".", "train.py"], "--json: . is a folder"),
-        (["run", "--jsn", "r.json", "train.py"], "no such option: --jsn"),
-        (["bisect", "-m", "no_such_module"], "no module named no_such_module"),
-        (["bisect", "no_such.py"], "no such file: no_such.py"),
-        (["bisect", "--by", "magic", "train.py"], "magic"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["run", "no_such.py"], "no such file: no_such.py"),
+    (["run", "-m", "no_such_module"], "no module named no_such_module"),
+    (["run"], "SCRIPT"),
+    (["run", "--json", "no/such/r.json", "train.py"], "--json: the folder no/such does not exist"),
+    (["run", "--json", ".", "train.py"], "--json: . is a folder"),
+    (["run", "--jsn", "r.json", "train.py"], "no such option: --jsn"),
+    (["bisect", "-m", "no_such_module"], "no module named no_such_module"),
+    (["bisect", "no_such.py"], "no such file: no_such.py"),
+    (["bisect", "--by", "magic", "train.py"], "magic"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_mistakes_are_one_line(
     arguments: list[str],
     says: str,
@@ -239,13 +235,10 @@ def test_by_output(simulated: Callable) -> None:
     assert bisecting.bisect(["train.py"], [], bisecting.By.output).number == 5
 
 
-@pytest.mark.parametrize(
-    ("total", "run", "says"),
-    [
-        (3, lambda count: (1, ""), "fails without fusions too"),
-        (3, lambda count: (0, ""), "right with all 3 sites"),
-    ],
-)
+@pytest.mark.parametrize(("total", "run", "says"), [
+    (3, lambda count: (1, ""), "fails without fusions too"),
+    (3, lambda count: (0, ""), "right with all 3 sites"),
+])  # fmt: skip
 def test_nothing_to_find(total: int, run: Callable, says: str, simulated: Callable, tmp_path: Path) -> None:
     simulated(total, run)
     with pytest.raises(bisecting.NotFound, match=says):

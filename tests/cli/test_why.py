@@ -63,15 +63,12 @@ def test_a_problem_far_from_all_rows_is_stock() -> None:
     assert why("attention", asked, "--target", "h200").startswith("stock: ")
 
 
-@pytest.mark.parametrize(
-    ("section", "asked", "message"),
-    [
-        ("attention", "{", "--why: { is not JSON; the columns of attention are batch"),
-        ("attention", {"batch": 8}, "heads is missing; the columns of attention are batch, heads"),
-        ("attention", {**dict.fromkeys(SECTIONS["attention"].columns, 1)}, "dtype = 1"),
-        ("lora_decode", {}, "tables have no section lora_decode"),
-    ],
-)
+@pytest.mark.parametrize(("section", "asked", "message"), [
+    ("attention", "{", "--why: { is not JSON; the columns of attention are batch"),
+    ("attention", {"batch": 8}, "heads is missing; the columns of attention are batch, heads"),
+    ("attention", {**dict.fromkeys(SECTIONS["attention"].columns, 1)}, "dtype = 1"),
+    ("lora_decode", {}, "tables have no section lora_decode"),
+])  # fmt: skip
 def test_mistakes(section: str, asked: object, message: str) -> None:
     assert message in why(section, asked, "--target", "h200", code=2)
 

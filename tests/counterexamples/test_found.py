@@ -65,15 +65,12 @@ def heads_of_a_call_written_through_an_alias(q: Any, k: Any, v: Any) -> Any:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        heads_written_through_an_alias,
-        heads_written_before_they_were_repeated,
-        heads_of_a_call,
-        heads_of_a_call_written_through_an_alias,
-    ],
-)
+@pytest.mark.parametrize("function", [
+    heads_written_through_an_alias,
+    heads_written_before_they_were_repeated,
+    heads_of_a_call,
+    heads_of_a_call_written_through_an_alias,
+])  # fmt: skip
 def test_repeated_heads_that_are_overwritten(function: Any) -> None:
     inputs = [rand(2, 4, 7, 8), rand(2, 2, 13, 8), rand(2, 2, 13, 8)]
     run = check(function, inputs, fused=None, slack=4.0).ours

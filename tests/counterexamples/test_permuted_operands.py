@@ -153,16 +153,13 @@ def test_copied_operands_of_sdpa() -> None:
     assert error(run.outputs, copied(*inputs)) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("whole", "rank", "steps"),
-    [
-        ((0, 1, 2, 3), 4, []),
-        ((0, 1, 3, 2), 4, [(0, 1, 3, 2)]),
-        ((0, 2, 3, 1), 4, [(0, 2, 1, 3), (0, 1, 3, 2)]),
-        ((0, 2, 1), 3, [(0, 2, 1)]),
-        ((2, 0, 1), 3, [(2, 1, 0), (0, 2, 1)]),
-    ],
-)
+@pytest.mark.parametrize(("whole", "rank", "steps"), [
+    ((0, 1, 2, 3), 4, []),
+    ((0, 1, 3, 2), 4, [(0, 1, 3, 2)]),
+    ((0, 2, 3, 1), 4, [(0, 2, 1, 3), (0, 1, 3, 2)]),
+    ((0, 2, 1), 3, [(0, 2, 1)]),
+    ((2, 0, 1), 3, [(2, 1, 0), (0, 2, 1)]),
+])  # fmt: skip
 def test_standard_steps(whole: tuple[int, ...], rank: int, steps: list[tuple[int, ...]]) -> None:
     identity = tuple(range(rank))
     known = [(0, 2, 1, 3), (0, 1, 3, 2)] if rank == 4 else [(0, 2, 1)]

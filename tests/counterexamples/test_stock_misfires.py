@@ -226,18 +226,15 @@ def test_training(name: str) -> None:
 
 
 @pytest.mark.skipif(not torch.__version__.startswith(MISFIRES), reason="this torch has other patterns")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "softmax over the heads",
-        "k not transposed",
-        "addition with a factor",
-        pytest.param(
-            "k permuted by (1, 0, 2), 3-D",
-            marks=pytest.mark.skipif(torch.__version__.startswith("2.14"), reason="2.14 checks permutations"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "softmax over the heads",
+    "k not transposed",
+    "addition with a factor",
+    pytest.param(
+        "k permuted by (1, 0, 2), 3-D",
+        marks=pytest.mark.skipif(torch.__version__.startswith("2.14"), reason="2.14 checks permutations"),
+    ),
+])  # fmt: skip
 def test_stock_is_wrong(name: str) -> None:
     """Without the rewrite the result is wrong, so that the tests above can fail."""
     with config.patch(stock_misfires=False, attention=False):

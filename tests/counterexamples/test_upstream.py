@@ -18,9 +18,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inductor_fusions import config, reporting, testing
+from inductor_fusions import config, testing
 from tests.attention.support import additive, check, qkv, rand, through_flex, visible
 from tests.caches.machine import Machine
+from tests.support.on_a_gpu import compiled
 
 HALF_SLACK = 8.0  # a fused backward reads an output that was rounded
 
@@ -62,10 +63,6 @@ def sliced_buffer(q: Any, k: Any, v: Any, buffer: Any) -> Any:
     return softmax(torch.where(seen, scores_of(q, k) / math.sqrt(q.shape[-1]), lowest)) @ v
 
 
-def out_argument(q: Any, k: Any, v: Any, *, out: Any) -> Any:
-    return softmax(scores_of(q, k) + out) @ v
-
-
 def cloned(q: Any, k: Any, v: Any) -> Any:
     q, k, v = q.clone(), k.clone(), v.clone()
     return softmax((scores_of(q, k) * 0.3).clone()).clone().contiguous() @ v
@@ -91,10 +88,6 @@ def merged(x: Any, weight: Any) -> Any:
     q, k, v = (t.view(batch, length, 4, -1).transpose(1, 2) for t in (q, k, v))
     out = softmax(scores_of(q, k) / math.sqrt(q.shape[-1])) @ v
     return out.transpose(1, 2).reshape(batch, length, width)
-
-
-def head_dim_scale(q: Any, k: Any, v: Any) -> Any:
-    return softmax(scores_of(q, k) / q.shape[-1] ** 0.5) @ v
 
 
 def mask_of(*shape: int) -> torch.Tensor:
@@ -136,7 +129,9 @@ CASES = {
     "195782 the mask comes first": Case(
         lambda q, k, v, m: softmax(m + scores_of(q, k) * 0.3) @ v, lambda: [*qkv(), mask_of(2, 1, 7, 13)]
     ),
-    "194444 the root of a symbolic head dim": Case(head_dim_scale, qkv, dynamic=True),
+    "194444 the root of a symbolic head dim": Case(
+        lambda q, k, v: softmax(scores_of(q, k) / q.shape[-1] ** 0.5) @ v, qkv, dynamic=True
+    ),
     "111190 symbolic sizes": Case(
         lambda q, k, v, m: softmax(scores_of(q, k) * 0.3 + m) @ v,
         lambda: [*qkv(), mask_of(2, 1, 1, 13)], dynamic=True,
@@ -146,7 +141,8 @@ CASES = {
         sliced_buffer, lambda: [*qkv(5, 9), torch.ones(1, 1, 16, 16, dtype=torch.bool).tril()]
     ),
     "137229 an argument named out": Case(
-        out_argument, lambda: dict(zip("qkv", qkv(), strict=True)) | {"out": rand(1, 3, 7, 13)}
+        lambda q, k, v, *, out: softmax(scores_of(q, k) + out) @ v,
+        lambda: dict(zip("qkv", qkv(), strict=True)) | {"out": rand(1, 3, 7, 13)},
     ),
     "197832 a tuple of one": Case(lambda q, k, v: (softmax(scores_of(q, k) * 0.3) @ v,), qkv),
     "162019 a bias that is computed late": Case(late_mask, lambda: [*qkv(), rand(1, 3, 7, 13)]),
@@ -323,8 +319,6 @@ def test_an_operation_that_was_mended(name: str, tmp_path: Path) -> None:
 def test_diffusers_9279_another_adapter(target_rank: int | None, tmp_path: Path) -> None:
     """Adapters that are swapped as PEFT does it need no new code, and stay fused, also where ranks differ."""
     hotswap = pytest.importorskip("peft.utils.hotswap")
-    pytest.importorskip("transformers")
-    from tests.block_mm.support import Run, as_on_a_gpu
     from tests.lora.test_peft import Adapted, ids
 
     targets, x = ["q_proj", "v_proj"], ids("Llama")
@@ -332,22 +326,21 @@ def test_diffusers_9279_another_adapter(target_rank: int | None, tmp_path: Path)
     saved = {"first": (4, 16), "second": (8, 4)} if target_rank else {"first": (8, 16), "second": (8, 16)}
     for name, (rank, alpha) in saved.items():
         Adapted("Llama", targets, r=rank, lora_alpha=alpha).model.save_pretrained(str(tmp_path / name))
-    model, seen = Adapted("Llama", targets), Run()
+    model = Adapted("Llama", targets)
     if target_rank:
         peft_config = model.model.peft_config
         hotswap.prepare_model_for_compiled_hotswap(model.model, target_rank=target_rank, config=peft_config)
-    compiled = torch.compile(model, backend=as_on_a_gpu(seen), fullgraph=True)
     found = []
-    with config.patch(policy="always", strict=True), reporting.isolated() as sites, torch.no_grad():
+    with compiled(model, fullgraph=True) as (call, seen), torch.no_grad():
         for name in ("", "first", "second"):
             if name:
                 where = str(tmp_path / name)
                 hotswap.hotswap_adapter(model.model, where, adapter_name="default", torch_device="cpu")
-            found.append(compiled(x))
+            found.append(call(x))
             exact = copy.deepcopy(model).double()(x)
             assert float((found[-1].double() - exact).norm() / exact.norm()) < 1e-2
     assert len(seen.graphs) == 1
-    assert sum(site.fusion == "lora" and site.verdict == "fused" for site in sites) == 2
+    assert seen.fused("lora") == 2
     assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
 
 
@@ -355,7 +348,6 @@ def test_diffusers_9279_another_adapter(target_rank: int | None, tmp_path: Path)
 def test_unsloth_5865_biases_and_dropout() -> None:
     """Adapters on all linears of a Qwen, some with a bias, with dropout in training: none is left unsaid."""
     pytest.importorskip("peft")
-    pytest.importorskip("transformers")
     from tests.block_mm.support import run
     from tests.lora.test_peft import Adapted, ids
 
@@ -371,9 +363,7 @@ def test_unsloth_5865_biases_and_dropout() -> None:
 def test_peft_1199_compiled_adapters() -> None:
     """A model with two adapters is one graph, and has fewer products than it is written with."""
     peft = pytest.importorskip("peft")
-    pytest.importorskip("transformers")
     from inductor_fusions.fusions.lora.op import NARROW_MM
-    from tests.block_mm.support import Run, as_on_a_gpu
     from tests.lora.test_peft import Adapted, ids
 
     model, x = Adapted("Llama"), ids("Llama")
@@ -381,12 +371,9 @@ def test_peft_1199_compiled_adapters() -> None:
     model.model.add_adapter("other", other)
     counts = {}
     for enabled in (False, True):
-        seen = Run()
-        torch._dynamo.reset()
-        with config.patch(policy="always", enabled=enabled, lora=enabled, qkv=enabled, gated_mlp=enabled):
-            compiled = torch.compile(model, backend=as_on_a_gpu(seen), fullgraph=True)
-            with torch.no_grad():
-                found = compiled(x)
+        toggles = dict.fromkeys(("enabled", "lora", "qkv", "gated_mlp"), enabled)
+        with compiled(model, fullgraph=True, **toggles) as (call, seen), torch.no_grad():
+            found = call(x)
         (graph,) = seen.graphs
         narrow = sum(node.target is NARROW_MM for node in graph.nodes)
         counts[enabled] = seen.products() + len(seen.calls()) + narrow

@@ -281,28 +281,19 @@ def test_attention_of_another_capability(shelf: Callable[..., None]) -> None:
     assert kernel(2.0, A100) is None and kernel(4.0, A100) == "sdpa" and kernel(2.0, H100) == "row_bias"
 
 
-@pytest.mark.parametrize(
-    "changes, carries",
-    [
-        ({"kind": "shared_a", "n": [64, 64], "k": [64, 64], "layout": ["nt", "nt"]}, True),
-        ({"activation": "relu"}, True),
-        ({}, False),
-    ],
-    ids=["two linears", "an activation", "a linear by itself"],
-)
+@pytest.mark.parametrize("changes, carries", [
+    ({"kind": "shared_a", "n": [64, 64], "k": [64, 64], "layout": ["nt", "nt"]}, True),
+    ({"activation": "relu"}, True),
+    ({}, False),
+], ids=["two linears", "an activation", "a linear by itself"])  # fmt: skip
 def test_one_row_of_another_capability(
     changes: dict[str, Any], carries: bool, shelf: Callable[..., None]
 ) -> None:
     """What a linear by itself gains is how far that device's library is from the limit."""
     row = {
-        "kind": "linear",
-        "n": [64],
-        "m": None,
-        "k": [64],
-        "layout": ["nt"],
-        "dtype": "bfloat16",
+        "kind": "linear", "n": [64], "m": None, "k": [64], "layout": ["nt"], "dtype": "bfloat16",
         "tokens": 1,
-    }
+    }  # fmt: skip
     row |= changes
     shelf(**{H200: {"block_mm": [{**row, "gain": 2.0, "config": None}]}}, on=A100)
     assert (decide(Query("block_mm", row), CUDA).kernel is not None) == carries

@@ -90,20 +90,14 @@ def test_a_broken_file_is_left_out_with_a_warning_and_replaced(
     assert rows() == [{**ROW, "q_len": 7}]
 
 
-def test_a_folder_that_others_can_write_to_is_refused(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    machine.prepare()
-    add()
-    home.chmod(0o777)
-    machine.forget()
-    assert rows() == []
-    assert "other users can write to" in caplog.text
-
-
-def test_a_file_that_others_can_write_to_is_refused(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("what", "mode"), [("folder", 0o777), ("file", 0o666)])
+def test_what_others_can_write_to_is_refused(
+    what: str, mode: int, home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     machine.prepare()
     add()
     (path,) = home.glob("*.json")
-    path.chmod(0o666)
+    (home if what == "folder" else path).chmod(mode)
     machine.forget()
     assert rows() == [] and "other users can write to" in caplog.text
 

@@ -106,18 +106,11 @@ BLOCK = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "shown"),
-    [
-        (
-            "projections_h200.json",
-            PROJECTION,
-            "| shared_a, up to 128 rows | 1 | 1.25 | 1.25 | 1.25 | 1 | 1.25 |",
-        ),
-        ("bench_h200.json", BLOCK, "| a block train | 2 of 3 | 3.000 | 2.000 | 1.50 ± 0.15 |"),
-        ("bench_cpu.json", BLOCK, "| blocks, training | 1 | 1.500 | 0 | 0 |"),
-    ],
-)
+@pytest.mark.parametrize(("name", "row", "shown"), [
+    ("projections_h200.json", PROJECTION, "| shared_a, up to 128 rows | 1 | 1.25 | 1.25 | 1.25 | 1 | 1.25 |"),
+    ("bench_h200.json", BLOCK, "| a block train | 2 of 3 | 3.000 | 2.000 | 1.50 ± 0.15 |"),
+    ("bench_cpu.json", BLOCK, "| blocks, training | 1 | 1.500 | 0 | 0 |"),
+])  # fmt: skip
 def test_new_result_is_stale(name: str, row: dict[str, Any], shown: str, tmp_path: Path) -> None:
     """A file that scripts of the benchmarks write is part of the page as soon as it is in bench/results."""
     root = copied(tmp_path)

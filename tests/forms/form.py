@@ -1,8 +1,8 @@
-"""One form of attention as people write it, and the tables of them."""
+"""One form of attention as people write it, and the table of them; modules that are made of parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,13 @@ Spec = tuple[int, ...] | Callable[[], Any]
 
 @dataclass(frozen=True)
 class Form:
-    """A function, or a class of modules, with what it is called with.
+    """A function, or a module, with what it is called with.
 
     Attributes:
         name: of the function or class.
-        made: the function, or the class of the module.
+        made: the function, the class of the module, or what a module of `parts` computes.
         specs: its arguments.
+        parts: makes the parts of a module, which the function gets first.
         fused: attentions that become one operation where everything that is proved is fused.
         reasons: of the other sites, a code or a part of the message of each, in order.
     """
@@ -33,12 +34,42 @@ class Form:
     specs: tuple[Spec, ...]
     fused: int = 1
     reasons: tuple[str, ...] = ()
+    parts: Callable[[], dict[str, Any]] | None = None
 
     def build(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """What is called, in evaluation mode, and its arguments: the same at each call."""
         torch.manual_seed(0)
-        function = self.made().eval() if isinstance(self.made, type) else self.made
+        if self.parts is not None:
+            function = Module(self.made, self.parts()).eval()
+        else:
+            function = self.made().eval() if isinstance(self.made, type) else self.made
         return function, tuple(argument(spec) for spec in self.specs)
+
+
+class Module(nn.Module):
+    """A module of parts.
+
+    Args:
+        compute: what it computes: a function of the module and of the arguments.
+        parts: its modules, parameters and buffers, by name.
+    """
+
+    def __init__(self, compute: Callable[..., Any], parts: dict[str, Any]) -> None:
+        super().__init__()
+        self.compute = compute
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, *args: Any) -> Any:
+        return self.compute(self, *args)
+
+
+def named(names: str, parts: Iterable[Any]) -> dict[str, Any]:
+    """Parts by their names."""
+    return dict(zip(names.split(), parts, strict=True))
 
 
 def argument(spec: Spec) -> Any:

@@ -9,27 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .form import QKV, form, heads, linears, merged
+from .form import QKV, form, heads, linears, merged, named
 
 einsum = torch.einsum
 CROSS = ((2, 4, 7, 8), (2, 4, 13, 8), (2, 4, 13, 8))
 
 
-@form((2, 9, 32))
-class NanoDecoder(nn.Module):
+@form((2, 9, 32), parts=lambda: dict(
+    c_attn=nn.Linear(32, 96), c_proj=nn.Linear(32, 32),
+    bias=torch.tril(torch.ones(16, 16)).view(1, 1, 16, 16),
+))  # fmt: skip
+def nano_decoder(net: Any, x: Any) -> Any:
     """A buffer of ones, sliced to the length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.c_attn, self.c_proj = nn.Linear(32, 96), nn.Linear(32, 32)
-        self.register_buffer("bias", torch.tril(torch.ones(16, 16)).view(1, 1, 16, 16))
-
-    def forward(self, x: Any) -> Any:
-        t = x.size(1)
-        q, k, v = (heads(y, 4) for y in self.c_attn(x).split(32, dim=2))
-        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
-        att = att.masked_fill(self.bias[:, :, :t, :t] == 0, float("-inf"))
-        return self.c_proj(merged(F.softmax(att, dim=-1) @ v))
+    t = x.size(1)
+    q, k, v = (heads(y, 4) for y in net.c_attn(x).split(32, dim=2))
+    att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+    att = att.masked_fill(net.bias[:, :, :t, :t] == 0, float("-inf"))
+    return net.c_proj(merged(F.softmax(att, dim=-1) @ v))
 
 
 def rotated(x: Any) -> Any:
@@ -40,65 +36,49 @@ def rotated(x: Any) -> Any:
     return torch.view_as_real(pairs * turn).flatten(3).type_as(x)
 
 
-@form((2, 9, 32))
-class GroupedDecoder(nn.Module):
+@form((2, 9, 32), parts=lambda: named("q k v o", linears(32, 32, 16, 16, 32)))
+def grouped_decoder(net: Any, x: Any) -> Any:
     """Rotary by complex numbers, repeated keys, a mask of -inf by triu, softmax in float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = linears(32, 32, 16, 16, 32)
-
-    def forward(self, x: Any) -> Any:
-        b, n, _ = x.shape
-        q, k, v = heads(self.q(x), 4), heads(self.k(x), 2), heads(self.v(x), 2)
-        q, k = rotated(q), rotated(k)
-        k, v = (t[:, :, None].expand(b, 2, 2, n, 8).reshape(b, 4, n, 8) for t in (k, v))
-        mask = torch.full((1, 1, n, n), float("-inf"), device=x.device)
-        mask = torch.triu(mask, diagonal=1).type_as(x)
-        scores = torch.matmul(q, k.transpose(2, 3)) / math.sqrt(8)
-        scores = F.softmax((scores + mask).float(), dim=-1).type_as(q)
-        return self.o(merged(torch.matmul(scores, v)))
+    b, n, _ = x.shape
+    q, k, v = heads(net.q(x), 4), heads(net.k(x), 2), heads(net.v(x), 2)
+    q, k = rotated(q), rotated(k)
+    k, v = (t[:, :, None].expand(b, 2, 2, n, 8).reshape(b, 4, n, 8) for t in (k, v))
+    mask = torch.full((1, 1, n, n), float("-inf"), device=x.device)
+    mask = torch.triu(mask, diagonal=1).type_as(x)
+    scores = torch.matmul(q, k.transpose(2, 3)) / math.sqrt(8)
+    scores = F.softmax((scores + mask).float(), dim=-1).type_as(q)
+    return net.o(merged(torch.matmul(scores, v)))
 
 
-@form((2, 9, 32), (2, 9, 16))
-class LatentKeys(nn.Module):
+@form((2, 9, 32), (2, 9, 16), parts=lambda: dict(
+    q_nope=nn.Linear(32, 32), q_pe=nn.Linear(32, 16), k_pe=nn.Linear(32, 4),
+    w_uk=nn.Parameter(torch.randn(4, 8, 16) * 0.2), w_uv=nn.Parameter(torch.randn(4, 8, 16)),
+))  # fmt: skip
+def latent_keys(net: Any, x: Any, latent: Any) -> Any:
     """Keys and values from a latent, a rotary part beside it that all heads share; scores 'bsht'."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_nope, self.q_pe, self.k_pe = nn.Linear(32, 32), nn.Linear(32, 16), nn.Linear(32, 4)
-        self.w_uk, self.w_uv = nn.Parameter(torch.randn(4, 8, 16) * 0.2), nn.Parameter(torch.randn(4, 8, 16))
-
-    def forward(self, x: Any, latent: Any) -> Any:
-        b, s, _ = x.shape
-        q_nope = einsum("bshd,hdc->bshc", self.q_nope(x).view(b, s, 4, 8), self.w_uk)
-        q_pe, k_pe = self.q_pe(x).view(b, s, 4, 4), self.k_pe(x)
-        scores = (einsum("bshc,btc->bsht", q_nope, latent) + einsum("bshr,btr->bsht", q_pe, k_pe)) * 12**-0.5
-        mask = torch.full((s, s), float("-inf")).triu_(1)
-        scores = scores + mask.unsqueeze(1)
-        scores = scores.softmax(dim=-1, dtype=torch.float32).type_as(x)
-        out = einsum("bsht,btc->bshc", scores, latent)
-        return einsum("bshc,hdc->bshd", out, self.w_uv).flatten(2)
+    b, s, _ = x.shape
+    q_nope = einsum("bshd,hdc->bshc", net.q_nope(x).view(b, s, 4, 8), net.w_uk)
+    q_pe, k_pe = net.q_pe(x).view(b, s, 4, 4), net.k_pe(x)
+    scores = (einsum("bshc,btc->bsht", q_nope, latent) + einsum("bshr,btr->bsht", q_pe, k_pe)) * 12**-0.5
+    mask = torch.full((s, s), float("-inf")).triu_(1)
+    scores = scores + mask.unsqueeze(1)
+    scores = scores.softmax(dim=-1, dtype=torch.float32).type_as(x)
+    out = einsum("bsht,btc->bshc", scores, latent)
+    return einsum("bshc,hdc->bshd", out, net.w_uv).flatten(2)
 
 
-@form((2, 9, 32))
-class LatentKeysMade(nn.Module):
+@form((2, 9, 32), parts=lambda: dict(q=nn.Linear(32, 48), kv_a=nn.Linear(32, 20), kv_b=nn.Linear(16, 64)))
+def latent_keys_made(net: Any, x: Any) -> Any:
     """The same with keys and values made for each head: cat of both parts, values narrower than keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.kv_a, self.kv_b = nn.Linear(32, 48), nn.Linear(32, 20), nn.Linear(16, 64)
-
-    def forward(self, x: Any) -> Any:
-        b, s, _ = x.shape
-        q = self.q(x).view(b, s, 4, 12)
-        latent, k_pe = torch.split(self.kv_a(x), [16, 4], dim=-1)
-        k_nope, v = torch.split(self.kv_b(latent).view(b, s, 4, 16), [8, 8], dim=-1)
-        k = torch.cat([k_nope, k_pe.unsqueeze(2).expand(-1, -1, 4, -1)], dim=-1)
-        scores = einsum("bshd,bthd->bsht", q, k) * 12**-0.5
-        scores += torch.full((s, s), float("-inf")).triu_(1).unsqueeze(1)
-        scores = scores.softmax(dim=-1, dtype=torch.float32).type_as(x)
-        return einsum("bsht,bthd->bshd", scores, v).flatten(2)
+    b, s, _ = x.shape
+    q = net.q(x).view(b, s, 4, 12)
+    latent, k_pe = torch.split(net.kv_a(x), [16, 4], dim=-1)
+    k_nope, v = torch.split(net.kv_b(latent).view(b, s, 4, 16), [8, 8], dim=-1)
+    k = torch.cat([k_nope, k_pe.unsqueeze(2).expand(-1, -1, 4, -1)], dim=-1)
+    scores = einsum("bshd,bthd->bsht", q, k) * 12**-0.5
+    scores += torch.full((s, s), float("-inf")).triu_(1).unsqueeze(1)
+    scores = scores.softmax(dim=-1, dtype=torch.float32).type_as(x)
+    return einsum("bsht,bthd->bshd", scores, v).flatten(2)
 
 
 @form((9, 2, 32), (14, 32))
@@ -132,83 +112,63 @@ class SegmentRecurrence(nn.Module):
         return einsum("ijbn,jbnd->ibnd", prob, v).contiguous().view(n, b, 32)
 
 
-@form((2, 9, 32))
-class SlopesBias(nn.Module):
+@form((2, 9, 32), parts=lambda: dict(qkv=nn.Linear(32, 96)))
+def slopes_bias(net: Any, x: Any) -> Any:
     """Slopes times the distance, added by baddbmm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(32, 96)
-
-    def forward(self, x: Any) -> Any:
-        b, n, _ = x.shape
-        q, k, v = self.qkv(x).view(b, n, 4, 3, 8).unbind(3)
-        q, k, v = (t.transpose(1, 2).reshape(b * 4, n, 8) for t in (q, k, v))
-        slopes = torch.tensor([2 ** (-2.0 * (i + 1)) for i in range(4)])
-        alibi = (slopes[:, None, None] * torch.arange(n)[None, None, :]).expand(4, 1, n).repeat(b, 1, 1)
-        scores = alibi.baddbmm(batch1=q, batch2=k.transpose(1, 2), beta=1.0, alpha=8**-0.5).view(b, 4, n, n)
-        mask = torch.ones(n, n, dtype=torch.bool).triu(1)
-        probs = F.softmax(torch.masked_fill(scores, mask, torch.finfo(scores.dtype).min), dim=-1)
-        out = torch.bmm(probs.view(b * 4, n, n), v).view(b, 4, n, 8)
-        return out.permute(0, 2, 1, 3).reshape(b, n, 32)
+    b, n, _ = x.shape
+    q, k, v = net.qkv(x).view(b, n, 4, 3, 8).unbind(3)
+    q, k, v = (t.transpose(1, 2).reshape(b * 4, n, 8) for t in (q, k, v))
+    slopes = torch.tensor([2 ** (-2.0 * (i + 1)) for i in range(4)])
+    alibi = (slopes[:, None, None] * torch.arange(n)[None, None, :]).expand(4, 1, n).repeat(b, 1, 1)
+    scores = alibi.baddbmm(batch1=q, batch2=k.transpose(1, 2), beta=1.0, alpha=8**-0.5).view(b, 4, n, n)
+    mask = torch.ones(n, n, dtype=torch.bool).triu(1)
+    probs = F.softmax(torch.masked_fill(scores, mask, torch.finfo(scores.dtype).min), dim=-1)
+    out = torch.bmm(probs.view(b * 4, n, n), v).view(b, 4, n, 8)
+    return out.permute(0, 2, 1, 3).reshape(b, n, 32)
 
 
-@form((2, 9, 32))
-class BucketsBias(nn.Module):
+@form(
+    (2, 9, 32), parts=lambda: named("q k v o", linears(32, 32, 32, 32, 32)) | dict(table=nn.Embedding(8, 4))
+)
+def buckets_bias(net: Any, x: Any) -> Any:
     """Buckets of logarithmic distances, no scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = linears(32, 32, 32, 32, 32)
-        self.table = nn.Embedding(8, 4)
-
-    def forward(self, x: Any) -> Any:
-        n = x.shape[1]
-        relative = torch.arange(n)[None, :] - torch.arange(n)[:, None]
-        side = (relative > 0).long() * 4
-        far = relative.abs()
-        large = 2 + (torch.log(far.float() / 2) / math.log(8 / 2) * 2).long()
-        bucket = side + torch.where(far < 2, far, torch.min(large, torch.full_like(large, 3)))
-        bias = self.table(bucket).permute([2, 0, 1]).unsqueeze(0)
-        q, k, v = (heads(m(x), 4) for m in (self.q, self.k, self.v))
-        scores = torch.matmul(q, k.transpose(3, 2))
-        scores += bias
-        weights = F.softmax(scores.float(), dim=-1).type_as(scores)
-        return self.o(merged(weights @ v))
+    n = x.shape[1]
+    relative = torch.arange(n)[None, :] - torch.arange(n)[:, None]
+    side = (relative > 0).long() * 4
+    far = relative.abs()
+    large = 2 + (torch.log(far.float() / 2) / math.log(8 / 2) * 2).long()
+    bucket = side + torch.where(far < 2, far, torch.min(large, torch.full_like(large, 3)))
+    bias = net.table(bucket).permute([2, 0, 1]).unsqueeze(0)
+    q, k, v = (heads(m(x), 4) for m in (net.q, net.k, net.v))
+    scores = torch.matmul(q, k.transpose(3, 2))
+    scores += bias
+    weights = F.softmax(scores.float(), dim=-1).type_as(scores)
+    return net.o(merged(weights @ v))
 
 
-@form((2, 9, 32), lambda: torch.tensor([[1] * 9, [1] * 5 + [0] * 4]))
-class EncoderPadded(nn.Module):
+@form(
+    (2, 9, 32), lambda: torch.tensor([[1] * 9, [1] * 5 + [0] * 4]),
+    parts=lambda: named("query key value", linears(32, 32, 32, 32, bias=True)),
+)  # fmt: skip
+def encoder_padded(net: Any, x: Any, mask: Any) -> Any:
     """(1 - mask) * -10000 added."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = linears(32, 32, 32, 32, bias=True)
-
-    def forward(self, x: Any, mask: Any) -> Any:
-        extended = mask[:, None, None, :].to(dtype=x.dtype)
-        extended = (1.0 - extended) * -10000.0
-        q, k, v = (heads(m(x), 4) for m in (self.query, self.key, self.value))
-        scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(8)
-        return merged(torch.matmul(nn.Softmax(dim=-1)(scores + extended), v))
+    extended = mask[:, None, None, :].to(dtype=x.dtype)
+    extended = (1.0 - extended) * -10000.0
+    q, k, v = (heads(m(x), 4) for m in (net.query, net.key, net.value))
+    scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(8)
+    return merged(torch.matmul(nn.Softmax(dim=-1)(scores + extended), v))
 
 
-@form((2, 9, 32), lambda: torch.tensor([9, 5]))
-class LengthsMask(nn.Module):
+@form((2, 9, 32), lambda: torch.tensor([9, 5]), parts=lambda: dict(qkv=nn.Linear(32, 96)))
+def lengths_mask(net: Any, x: Any, lengths: Any) -> Any:
     """A mask of lengths, rows and columns, filled in place with -1e9 after the scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(32, 96)
-
-    def forward(self, x: Any, lengths: Any) -> Any:
-        n = x.size(1)
-        mask = torch.arange(n, device=x.device)[None, :] < lengths[:, None]
-        mask = (mask[:, None, :] * mask[:, :, None]).unsqueeze(1)
-        q, k, v = (heads(t, 4) for t in self.qkv(x).chunk(3, -1))
-        scores = (q @ k.mT).div_(8**0.5)
-        scores.masked_fill_(mask.logical_not(), -1e9)
-        return merged(scores.softmax(-1) @ v)
+    n = x.size(1)
+    mask = torch.arange(n, device=x.device)[None, :] < lengths[:, None]
+    mask = (mask[:, None, :] * mask[:, :, None]).unsqueeze(1)
+    q, k, v = (heads(t, 4) for t in net.qkv(x).chunk(3, -1))
+    scores = (q @ k.mT).div_(8**0.5)
+    scores.masked_fill_(mask.logical_not(), -1e9)
+    return merged(scores.softmax(-1) @ v)
 
 
 @form(*QKV, fused=0, reasons=("flex attention",))
@@ -251,24 +211,17 @@ def off_by_one(q: Any, k: Any, v: Any) -> Any:
     return (e / (torch.exp(-m) + e.sum(-1, keepdim=True))) @ v
 
 
-@form((2, 9, 32))
-class NormedHeads(nn.Module):
+@form((2, 9, 32), parts=lambda: dict(
+    qkv=nn.Linear(32, 96), q_norm=nn.RMSNorm(8), k_norm=nn.LayerNorm(8),
+    scale=nn.Parameter(torch.full((4, 1, 1), 2.0)),
+))  # fmt: skip
+def normed_heads(net: Any, x: Any) -> Any:
     """q and k normed by head, a learned temperature of each head, no scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(32, 96)
-        self.q_norm, self.k_norm = nn.RMSNorm(8), nn.LayerNorm(8)
-        self.scale = nn.Parameter(torch.full((4, 1, 1), 2.0))
-
-    def forward(self, x: Any) -> Any:
-        q, k, v = (heads(t, 4) for t in self.qkv(x).chunk(3, -1))
-        sim = einsum("b h i d, b h j d -> b h i j", self.q_norm(q), self.k_norm(k)) * self.scale
-        i, j = sim.shape[-2:]
-        sim = sim.masked_fill(
-            torch.ones((i, j), dtype=torch.bool).triu(j - i + 1), -torch.finfo(sim.dtype).max
-        )
-        return merged(einsum("b h i j, b h j d -> b h i d", sim.softmax(dim=-1, dtype=torch.float32), v))
+    q, k, v = (heads(t, 4) for t in net.qkv(x).chunk(3, -1))
+    sim = einsum("b h i d, b h j d -> b h i j", net.q_norm(q), net.k_norm(k)) * net.scale
+    i, j = sim.shape[-2:]
+    sim = sim.masked_fill(torch.ones((i, j), dtype=torch.bool).triu(j - i + 1), -torch.finfo(sim.dtype).max)
+    return merged(einsum("b h i j, b h j d -> b h i d", sim.softmax(dim=-1, dtype=torch.float32), v))
 
 
 @form(*QKV, fused=1)
@@ -289,25 +242,22 @@ def weights_returned(q: Any, k: Any, v: Any) -> Any:
     return w @ v, w
 
 
-@form((2, 9, 32), fused=0, reasons=("differential attention",))
-class Differential(nn.Module):
+@form(
+    (2, 9, 32), fused=0, reasons=("differential attention",),
+    parts=lambda: named("q k v", linears(32, 32, 32, 32)) | dict(
+        l=nn.Parameter(torch.tensor(0.3)), norm=nn.RMSNorm(16),
+    ),
+)  # fmt: skip
+def differential(net: Any, x: Any) -> Any:
     """A difference of two softmaxes, times the values: two attentions and a subtraction."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = linears(32, 32, 32, 32)
-        self.l = nn.Parameter(torch.tensor(0.3))
-        self.norm = nn.RMSNorm(16)
-
-    def forward(self, x: Any) -> Any:
-        b, n, _ = x.shape
-        q, k = self.q(x).view(b, n, 4, 8).transpose(1, 2), self.k(x).view(b, n, 4, 8).transpose(1, 2)
-        v = self.v(x).view(b, n, 2, 16).transpose(1, 2)
-        w = torch.matmul(q * 8**-0.5, k.transpose(-1, -2))
-        w = w + torch.triu(torch.zeros([n, n]).fill_(float("-inf")), 1)
-        w = F.softmax(w, dim=-1, dtype=torch.float32).type_as(w).view(b, 2, 2, n, n)
-        w = w[:, :, 0] - self.l * w[:, :, 1]
-        return merged(self.norm(torch.matmul(w, v)) * 0.2)
+    b, n, _ = x.shape
+    q, k = net.q(x).view(b, n, 4, 8).transpose(1, 2), net.k(x).view(b, n, 4, 8).transpose(1, 2)
+    v = net.v(x).view(b, n, 2, 16).transpose(1, 2)
+    w = torch.matmul(q * 8**-0.5, k.transpose(-1, -2))
+    w = w + torch.triu(torch.zeros([n, n]).fill_(float("-inf")), 1)
+    w = F.softmax(w, dim=-1, dtype=torch.float32).type_as(w).view(b, 2, 2, n, n)
+    w = w[:, :, 0] - net.l * w[:, :, 1]
+    return merged(net.norm(torch.matmul(w, v)) * 0.2)
 
 
 @form((2, 4, 9, 8), (2, 4, 9, 8), (2, 2, 9, 16), fused=0, reasons=("differential attention",) * 2)

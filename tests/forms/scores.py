@@ -116,16 +116,10 @@ def temperature_behind_baddbmm(q: Any, k: Any, v: Any, bias: Any, temperature: A
     return (torch.baddbmm(bias, q, k.mT) * temperature.exp()).softmax(-1) @ v
 
 
-@form((2, 9, 16), (2,))
-class ScaledLinearOfKeys(nn.Module):
+@form((2, 9, 16), (2,), parts=lambda: dict(keys=nn.Linear(16, 12), values=nn.Linear(12, 16, bias=False)))
+def scaled_linear_of_keys(net: Any, x: Any, temperature: Any) -> Any:
     """A memory whose linear has a bias of keys, with a learned temperature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys, self.values = nn.Linear(16, 12), nn.Linear(12, 16, bias=False)
-
-    def forward(self, x: Any, temperature: Any) -> Any:
-        return self.values((self.keys(x) * temperature[0]).softmax(-1))
+    return net.values((net.keys(x) * temperature[0]).softmax(-1))
 
 
 @form(*QKV, (2, 4, 9, 1), (4, 9, 9), fused=0, reasons=("flex attention",))

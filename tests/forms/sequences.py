@@ -9,34 +9,30 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .form import form, heads, linears
+from .form import form, heads, linears, named
 
 einsum = torch.einsum
 BLHE = ((2, 9, 4, 8), (2, 13, 4, 8), (2, 13, 4, 8))
 
 
 @form(*BLHE)
-class FullSeries(nn.Module):
+def full_series(queries: Any, keys: Any, values: Any) -> Any:
     """(batch, length, heads, dim), scale inside of the softmax, output contiguous."""
-
-    def forward(self, queries: Any, keys: Any, values: Any) -> Any:
-        scale = 1.0 / math.sqrt(queries.shape[-1])
-        scores = einsum("blhe,bshe->bhls", queries, keys)
-        a = nn.Dropout(0.1).eval()(torch.softmax(scale * scores, dim=-1))
-        return einsum("bhls,bshd->blhd", a, values).contiguous(), None
+    scale = 1.0 / math.sqrt(queries.shape[-1])
+    scores = einsum("blhe,bshe->bhls", queries, keys)
+    a = nn.Dropout(0.1).eval()(torch.softmax(scale * scores, dim=-1))
+    return einsum("bhls,bshd->blhd", a, values).contiguous(), None
 
 
 @form(*((2, 9, 4, 8),) * 3)
-class CausalSeries(nn.Module):
+def causal_series(queries: Any, keys: Any, values: Any) -> Any:
     """A mask made under no_grad, written in place with -inf."""
-
-    def forward(self, queries: Any, keys: Any, values: Any) -> Any:
-        b, l, _, e = queries.shape
-        scores = einsum("blhe,bshe->bhls", queries, keys)
-        with torch.no_grad():
-            mask = torch.triu(torch.ones([b, 1, l, l], dtype=torch.bool), diagonal=1)
-        scores.masked_fill_(mask, -math.inf)
-        return einsum("bhls,bshd->blhd", torch.softmax(scores / e**0.5, dim=-1), values)
+    b, l, _, e = queries.shape
+    scores = einsum("blhe,bshe->bhls", queries, keys)
+    with torch.no_grad():
+        mask = torch.triu(torch.ones([b, 1, l, l], dtype=torch.bool), diagonal=1)
+    scores.masked_fill_(mask, -math.inf)
+    return einsum("bhls,bshd->blhd", torch.softmax(scores / e**0.5, dim=-1), values)
 
 
 @form(*BLHE, (2, 1), (2, 13))
@@ -67,23 +63,17 @@ def scores_of_the_last_layer(q: Any, k: Any, v: Any, prev: Any) -> Any:
     return torch.matmul(F.softmax(s, dim=-1), v), s
 
 
-@form((2, 9, 32), fused=2)
-class TwoLayersOfScores(nn.Module):
+@form((2, 9, 32), fused=2, parts=lambda: dict(first=nn.Linear(32, 96), second=nn.Linear(32, 96)))
+def two_layers_of_scores(net: Any, x: Any) -> Any:
     """The scores of the first layer are added to those of the second, inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(32, 96), nn.Linear(32, 96)
-
-    def forward(self, x: Any) -> Any:
-        prev = None
-        for layer in (self.first, self.second):
-            q, k, v = (heads(t, 4) for t in layer(x).chunk(3, -1))
-            s = q @ k.mT * 8**-0.5
-            s = s if prev is None else s + prev
-            x = x + (s.softmax(-1) @ v).transpose(1, 2).flatten(2)
-            prev = s
-        return x
+    prev = None
+    for layer in (net.first, net.second):
+        q, k, v = (heads(t, 4) for t in layer(x).chunk(3, -1))
+        s = q @ k.mT * 8**-0.5
+        s = s if prev is None else s + prev
+        x = x + (s.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        prev = s
+    return x
 
 
 @form((2, 9, 32), (1, 17, 32), lambda: torch.tensor([9, 6]))
@@ -135,22 +125,16 @@ class SpeechEncoder(nn.Module):
         return wv
 
 
-@form((2, 9, 32))
-class RelativeKeys(nn.Module):
+@form((2, 9, 32), parts=lambda: dict(qkv=nn.Linear(32, 96, bias=False), table=nn.Embedding(17, 8)))
+def relative_keys(net: Any, x: Any) -> Any:
     """Keys for each distance: einsum of queries and a table of distances, added (Shaw)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.table = nn.Linear(32, 96, bias=False), nn.Embedding(17, 8)
-
-    def forward(self, x: Any) -> Any:
-        n = x.shape[1]
-        q, k, v = (heads(t, 4) for t in self.qkv(x).chunk(3, -1))
-        dots = einsum("b h i d, b h j d -> b h i j", q, k) * 8**-0.5
-        seq = torch.arange(n)
-        dist = (seq[:, None] - seq[None, :]).clamp(-8, 8) + 8
-        pos = einsum("b h n d, n r d -> b h n r", q, self.table(dist).to(q)) * 8**-0.5
-        return einsum("b h i j, b h j d -> b h i d", (dots + pos).softmax(-1), v).transpose(1, 2).flatten(2)
+    n = x.shape[1]
+    q, k, v = (heads(t, 4) for t in net.qkv(x).chunk(3, -1))
+    dots = einsum("b h i d, b h j d -> b h i j", q, k) * 8**-0.5
+    seq = torch.arange(n)
+    dist = (seq[:, None] - seq[None, :]).clamp(-8, 8) + 8
+    pos = einsum("b h n d, n r d -> b h n r", q, net.table(dist).to(q)) * 8**-0.5
+    return einsum("b h i j, b h j d -> b h i d", (dots + pos).softmax(-1), v).transpose(1, 2).flatten(2)
 
 
 @form((2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9, 8), (9, 9, 8), fused=0, reasons=("weights",))
@@ -160,110 +144,82 @@ def relative_values(q: Any, k: Any, v: Any, table: Any) -> Any:
     return w @ v + einsum("bhij,ijd->bhid", w, table)
 
 
-@form((2, 20, 12), (5, 32), lambda: torch.rand(2, 20) > 0.2)
-class Latents(nn.Module):
+@form((2, 20, 12), (5, 32), lambda: torch.rand(2, 20) > 0.2, parts=lambda: dict(
+    q=nn.Linear(32, 32, False), kv=nn.Linear(12, 64, False), o=nn.Linear(32, 32),
+))  # fmt: skip
+def latents(net: Any, data: Any, latents: Any, mask: Any) -> Any:
     """A perceiver: latents repeated for the batch, a mask repeated for the heads, a wide context."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.kv, self.o = nn.Linear(32, 32, False), nn.Linear(12, 64, False), nn.Linear(32, 32)
-
-    def forward(self, data: Any, latents: Any, mask: Any) -> Any:
-        b, h = data.shape[0], 4
-        x = latents.repeat(b, 1, 1)
-        q = self.q(x)
-        k, v = self.kv(data).chunk(2, dim=-1)
-        q, k, v = (t.reshape(b, -1, h, 8).permute(0, 2, 1, 3).reshape(b * h, -1, 8) for t in (q, k, v))
-        sim = einsum("b i d, b j d -> b i j", q, k) * 8**-0.5
-        value = -torch.finfo(sim.dtype).max
-        mask = mask.reshape(b, -1)[:, None, None].repeat(1, h, 1, 1).reshape(b * h, 1, -1)
-        sim.masked_fill_(~mask, value)
-        out = einsum("b i j, b j d -> b i d", sim.softmax(dim=-1), v)
-        return self.o(out.reshape(b, h, -1, 8).permute(0, 2, 1, 3).reshape(b, -1, h * 8))
+    b, h = data.shape[0], 4
+    x = latents.repeat(b, 1, 1)
+    q = net.q(x)
+    k, v = net.kv(data).chunk(2, dim=-1)
+    q, k, v = (t.reshape(b, -1, h, 8).permute(0, 2, 1, 3).reshape(b * h, -1, 8) for t in (q, k, v))
+    sim = einsum("b i d, b j d -> b i j", q, k) * 8**-0.5
+    value = -torch.finfo(sim.dtype).max
+    mask = mask.reshape(b, -1)[:, None, None].repeat(1, h, 1, 1).reshape(b * h, 1, -1)
+    sim.masked_fill_(~mask, value)
+    out = einsum("b i j, b j d -> b i d", sim.softmax(dim=-1), v)
+    return net.o(out.reshape(b, h, -1, 8).permute(0, 2, 1, 3).reshape(b, -1, h * 8))
 
 
-@form((2, 6, 16))
-class TableColumns(nn.Module):
+@form((2, 6, 16), parts=lambda: dict(to_qkv=nn.Linear(16, 48, bias=False)))
+def table_columns(net: Any, x: Any) -> Any:
     """Columns of a table are tokens; one linear, heads first by permute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.to_qkv = nn.Linear(16, 48, bias=False)
-
-    def forward(self, x: Any) -> Any:
-        q, k, v = self.to_qkv(x).chunk(3, dim=-1)
-        q, k, v = (t.view(2, 6, 2, 8).permute(0, 2, 1, 3) for t in (q, k, v))
-        sim = torch.einsum("b h i d, b h j d -> b h i j", q, k) * 8**-0.5
-        attn = sim.softmax(dim=-1)
-        return torch.einsum("b h i j, b h j d -> b h i d", attn, v).permute(0, 2, 1, 3).flatten(
-            2
-        ), attn.detach().shape
+    q, k, v = net.to_qkv(x).chunk(3, dim=-1)
+    q, k, v = (t.view(2, 6, 2, 8).permute(0, 2, 1, 3) for t in (q, k, v))
+    sim = torch.einsum("b h i d, b h j d -> b h i j", q, k) * 8**-0.5
+    attn = sim.softmax(dim=-1)
+    return torch.einsum("b h i j, b h j d -> b h i d", attn, v).permute(0, 2, 1, 3).flatten(
+        2
+    ), attn.detach().shape
 
 
 @form(
-    (2, 5, 8),
-    (2, 5, 4),
-    (2, 5, 1),
-    lambda: torch.tensor([[0.0, 0, 1, 1, 1], [1.0] * 5]),
-    fused=0,
+    (2, 5, 8), (2, 5, 4), (2, 5, 1), lambda: torch.tensor([[0.0, 0, 1, 1, 1], [1.0] * 5]), fused=0,
     reasons=("range",),
-)
-class Trajectories(nn.Module):
+    parts=lambda: dict(
+        s=nn.Linear(8, 16), a=nn.Linear(4, 16), r=nn.Linear(1, 16), qkv=nn.Linear(16, 48),
+    ),
+)  # fmt: skip
+def trajectories(net: Any, s: Any, a: Any, r: Any, seen: Any) -> Any:
     """Returns, states and actions of a trajectory interleaved; padding and a causal mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.s, self.a, self.r = nn.Linear(8, 16), nn.Linear(4, 16), nn.Linear(1, 16)
-        self.qkv = nn.Linear(16, 48)
-
-    def forward(self, s: Any, a: Any, r: Any, seen: Any) -> Any:
-        x = torch.stack((self.r(r), self.s(s), self.a(a)), dim=1).permute(0, 2, 1, 3).reshape(2, 15, 16)
-        seen = torch.stack((seen, seen, seen), dim=1).permute(0, 2, 1).reshape(2, 15)
-        q, k, v = (heads(t, 2) for t in self.qkv(x).split(16, dim=2))
-        w = torch.matmul(q, k.transpose(-1, -2)) / 8**0.5
-        causal = torch.tril(torch.ones((15, 15), dtype=torch.uint8)).view(1, 1, 15, 15)
-        w = torch.where(causal.bool(), w, torch.tensor(-1e4).to(w.dtype))
-        w = w + (1.0 - seen[:, None, None]) * -10000.0
-        out = torch.matmul(nn.functional.softmax(w, dim=-1), v).permute(0, 2, 1, 3).contiguous()
-        return out.view(2, 5, 3, 16).permute(0, 2, 1, 3)[:, 1]
+    x = torch.stack((net.r(r), net.s(s), net.a(a)), dim=1).permute(0, 2, 1, 3).reshape(2, 15, 16)
+    seen = torch.stack((seen, seen, seen), dim=1).permute(0, 2, 1).reshape(2, 15)
+    q, k, v = (heads(t, 2) for t in net.qkv(x).split(16, dim=2))
+    w = torch.matmul(q, k.transpose(-1, -2)) / 8**0.5
+    causal = torch.tril(torch.ones((15, 15), dtype=torch.uint8)).view(1, 1, 15, 15)
+    w = torch.where(causal.bool(), w, torch.tensor(-1e4).to(w.dtype))
+    w = w + (1.0 - seen[:, None, None]) * -10000.0
+    out = torch.matmul(nn.functional.softmax(w, dim=-1), v).permute(0, 2, 1, 3).contiguous()
+    return out.view(2, 5, 3, 16).permute(0, 2, 1, 3)[:, 1]
 
 
-@form((2, 9, 16), (2, 9), fused=1)
-class PointerScores(nn.Module):
+@form((2, 9, 16), (2, 9), fused=1, parts=lambda: named("q k v", linears(16, 16, 16, 16)))
+def pointer_scores(net: Any, nodes: Any, visited: Any) -> Any:
     """Routes: tanh-clipped logits, visited nodes masked by assignment."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = linears(16, 16, 16, 16)
-
-    def forward(self, nodes: Any, visited: Any) -> Any:
-        q = self.q(nodes.mean(1, keepdim=True)).view(2, 1, 2, 8).permute(2, 0, 1, 3)
-        k, v = (m(nodes).view(2, 9, 2, 8).permute(2, 0, 1, 3) for m in (self.k, self.v))
-        compatibility = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
-        mask = (visited > 0.5)[:, None, :].index_fill(2, torch.tensor([0]), False)
-        compatibility[mask[None].expand_as(compatibility)] = -math.inf
-        return torch.matmul(torch.softmax(compatibility, dim=-1), v)
+    q = net.q(nodes.mean(1, keepdim=True)).view(2, 1, 2, 8).permute(2, 0, 1, 3)
+    k, v = (m(nodes).view(2, 9, 2, 8).permute(2, 0, 1, 3) for m in (net.k, net.v))
+    compatibility = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
+    mask = (visited > 0.5)[:, None, :].index_fill(2, torch.tensor([0]), False)
+    compatibility[mask[None].expand_as(compatibility)] = -math.inf
+    return torch.matmul(torch.softmax(compatibility, dim=-1), v)
 
 
 @form((2, 9, 16), fused=0, reasons=("weights",))
-class HardAttention(nn.Module):
+def hard_attention(x: Any) -> Any:
     """Straight through: the forward is one-hot, the gradient that of the softmax."""
-
-    def forward(self, x: Any) -> Any:
-        soft = (x @ x.transpose(1, 2) * 0.25).softmax(-1)
-        index = soft.max(-1, keepdim=True)[1]
-        hard = torch.zeros_like(soft).scatter_(-1, index, 1.0)
-        return (hard - soft.detach() + soft) @ x
+    soft = (x @ x.transpose(1, 2) * 0.25).softmax(-1)
+    index = soft.max(-1, keepdim=True)[1]
+    hard = torch.zeros_like(soft).scatter_(-1, index, 1.0)
+    return (hard - soft.detach() + soft) @ x
 
 
 @form((2, 9, 16), fused=0, reasons=("in-between",))
-class Renormalised(nn.Module):
+def renormalised(x: Any) -> Any:
     """Weights times a mask, and divided by their sum."""
-
-    def forward(self, x: Any) -> Any:
-        w = (x @ x.transpose(1, 2) * 0.25).softmax(-1)
-        w = w * torch.ones(9, 9).tril()
-        return (w / (w.sum(-1, keepdim=True) + 1e-13)) @ x
+    w = (x @ x.transpose(1, 2) * 0.25).softmax(-1)
+    w = w * torch.ones(9, 9).tril()
+    return (w / (w.sum(-1, keepdim=True) + 1e-13)) @ x
 
 
 @form((2, 9, 16), (2, 9))
@@ -273,17 +229,11 @@ def gated_weights(x: Any, gate: Any) -> Any:
     return (w * torch.sigmoid(gate)[:, None, :]) @ x
 
 
-@form((2, 9, 16), fused=0, reasons=("in-between",))
-class ConvolvedWeights(nn.Module):
+@form((2, 9, 16), fused=0, reasons=("in-between",), parts=lambda: dict(conv=nn.Conv2d(1, 1, 3, padding=1)))
+def convolved_weights(net: Any, x: Any) -> Any:
     """A convolution over the weights of neighbouring tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 1, 3, padding=1)
-
-    def forward(self, x: Any) -> Any:
-        w = (x @ x.transpose(1, 2) * 0.25).softmax(-1)
-        return self.conv(w.unsqueeze(1)).squeeze(1) @ x
+    w = (x @ x.transpose(1, 2) * 0.25).softmax(-1)
+    return net.conv(w.unsqueeze(1)).squeeze(1) @ x
 
 
 @form((2, 9, 16), fused=0, reasons=("no-product",))

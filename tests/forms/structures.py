@@ -9,77 +9,69 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .form import form, heads, linears
+from .form import form, heads, linears, named
 
 einsum = torch.einsum
 
 
-@form((9, 2, 32), lambda: torch.tensor([[False] * 9, [False] * 6 + [True] * 3]))
-class ProteinHeads(nn.Module):
+@form(
+    (9, 2, 32), lambda: torch.tensor([[False] * 9, [False] * 6 + [True] * 3]),
+    parts=lambda: named("q k v", linears(32, 32, 32, 32, bias=True)),
+)  # fmt: skip
+def protein_heads(net: Any, x: Any, padding: Any) -> Any:
     """(time, batch, embed) as in fairseq: heads in the batch, weights in float32, one copy for nobody."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = linears(32, 32, 32, 32, bias=True)
-
-    def forward(self, x: Any, padding: Any) -> Any:
-        t, b, e = x.size()
-        q = self.q(x)
-        q *= 8**-0.5
-        q, k, v = (y.contiguous().view(t, b * 4, 8).transpose(0, 1) for y in (q, self.k(x), self.v(x)))
-        w = torch.bmm(q, k.transpose(1, 2))
-        assert list(w.size()) == [b * 4, t, t]
-        w = w.view(b, 4, t, t)
-        w = w.masked_fill(padding.unsqueeze(1).unsqueeze(2).to(torch.bool), float("-inf"))
-        w = w.view(b * 4, t, t)
-        w_float = F.softmax(w, dim=-1, dtype=torch.float32)
-        w = w_float.type_as(w)
-        attn = torch.bmm(F.dropout(w_float.type_as(w), p=0.1, training=False), v)
-        kept = w_float.view(b, 4, t, t).transpose(1, 0).mean(dim=0)
-        del kept
-        return attn.transpose(0, 1).contiguous().view(t, b, e)
+    t, b, e = x.size()
+    q = net.q(x)
+    q *= 8**-0.5
+    q, k, v = (y.contiguous().view(t, b * 4, 8).transpose(0, 1) for y in (q, net.k(x), net.v(x)))
+    w = torch.bmm(q, k.transpose(1, 2))
+    assert list(w.size()) == [b * 4, t, t]
+    w = w.view(b, 4, t, t)
+    w = w.masked_fill(padding.unsqueeze(1).unsqueeze(2).to(torch.bool), float("-inf"))
+    w = w.view(b * 4, t, t)
+    w_float = F.softmax(w, dim=-1, dtype=torch.float32)
+    w = w_float.type_as(w)
+    attn = torch.bmm(F.dropout(w_float.type_as(w), p=0.1, training=False), v)
+    kept = w_float.view(b, 4, t, t).transpose(1, 0).mean(dim=0)
+    del kept
+    return attn.transpose(0, 1).contiguous().view(t, b, e)
 
 
-@form((3, 9, 32), (9, 9, 16), lambda: (torch.rand(3, 9) > 0.2).float())
-class RowsWithPairBias(nn.Module):
+@form(
+    (3, 9, 32),
+    (9, 9, 16),
+    lambda: (torch.rand(3, 9) > 0.2).float(),
+    parts=lambda: named("q k v g", linears(32, 32, 32, 32, 32)) | dict(bias=nn.Linear(16, 4, bias=False)),
+)
+def rows_with_pair_bias(net: Any, m: Any, z: Any, mask: Any) -> Any:
     """Rows of an alignment: a bias of pairs, a mask of 1e9 * (mask - 1), gated, autocast off around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.g = linears(32, 32, 32, 32, 32)
-        self.bias = nn.Linear(16, 4, bias=False)
-
-    def forward(self, m: Any, z: Any, mask: Any) -> Any:
-        biases = [
-            (1e9 * (mask - 1))[..., :, None, None, :].transpose(-2, -3),
-            self.bias(z).permute(2, 0, 1)[None],
-        ]
-        q, k, v = (y(m).view(m.shape[:-1] + (4, -1)).transpose(-2, -3) for y in (self.q, self.k, self.v))
-        q = q / math.sqrt(8)
-        with torch.autocast("cpu", enabled=False):
-            a = torch.matmul(q, k.transpose(-1, -2))
-        for bias in biases:
-            a += bias
-        a = F.softmax(a, dim=-1)
-        o = torch.matmul(a, v).transpose(-2, -3)
-        o = o * torch.sigmoid(self.g(m)).view(m.shape[:-1] + (4, -1))
-        return o.reshape(o.shape[:-2] + (-1,))
+    biases = [
+        (1e9 * (mask - 1))[..., :, None, None, :].transpose(-2, -3),
+        net.bias(z).permute(2, 0, 1)[None],
+    ]
+    q, k, v = (y(m).view(m.shape[:-1] + (4, -1)).transpose(-2, -3) for y in (net.q, net.k, net.v))
+    q = q / math.sqrt(8)
+    with torch.autocast("cpu", enabled=False):
+        a = torch.matmul(q, k.transpose(-1, -2))
+    for bias in biases:
+        a += bias
+    a = F.softmax(a, dim=-1)
+    o = torch.matmul(a, v).transpose(-2, -3)
+    o = o * torch.sigmoid(net.g(m)).view(m.shape[:-1] + (4, -1))
+    return o.reshape(o.shape[:-2] + (-1,))
 
 
-@form((2, 7, 7, 16), lambda: (torch.rand(2, 7, 7) > 0.2).float())
-class TriangleAroundStart(nn.Module):
+@form(
+    (2, 7, 7, 16), lambda: (torch.rand(2, 7, 7) > 0.2).float(),
+    parts=lambda: named("q k v bias", linears(16, 16, 16, 16, 2)),
+)  # fmt: skip
+def triangle_around_start(net: Any, z: Any, mask: Any) -> Any:
     """Pairs (b, i, j): each row attends with a bias of the third edge; 5-D products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.bias = linears(16, 16, 16, 16, 2)
-
-    def forward(self, z: Any, mask: Any) -> Any:
-        q, k, v = (y(z).view(*z.shape[:-1], 2, 8).movedim(-2, -3) for y in (self.q, self.k, self.v))
-        mask_bias = (1e9 * (mask - 1))[..., :, None, None, :]
-        triangle = self.bias(z).permute(0, 3, 1, 2).unsqueeze(-4)
-        a = torch.einsum("...qc,...kc->...qk", q * 8**-0.5, k) + mask_bias + triangle
-        return torch.einsum("...hqk,...hkc->...qhc", a.softmax(-1), v).flatten(-2)
+    q, k, v = (y(z).view(*z.shape[:-1], 2, 8).movedim(-2, -3) for y in (net.q, net.k, net.v))
+    mask_bias = (1e9 * (mask - 1))[..., :, None, None, :]
+    triangle = net.bias(z).permute(0, 3, 1, 2).unsqueeze(-4)
+    a = torch.einsum("...qc,...kc->...qk", q * 8**-0.5, k) + mask_bias + triangle
+    return torch.einsum("...hqk,...hkc->...qhc", a.softmax(-1), v).flatten(-2)
 
 
 @form((2, 7, 7, 16), (2, 7, 7, 16))
@@ -90,64 +82,49 @@ def triangle_by_einsum(a: Any, b: Any) -> Any:
     return einsum("bhkij,bjkhd->bikhd", torch.softmax(s, dim=-1), v).flatten(-2)
 
 
-@form((2, 5, 9, 32))
-class TiedRows(nn.Module):
+@form((2, 5, 9, 32), parts=lambda: named("q k v", linears(32, 32, 32, 32)))
+def tied_rows(net: Any, x: Any) -> Any:
     """One matrix of weights for all rows of an alignment: rows are summed over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = linears(32, 32, 32, 32)
-
-    def forward(self, x: Any) -> Any:
-        b, r, n, _ = x.shape
-        q, k, v = (y(x).view(b, r, n, 4, 8) for y in (self.q, self.k, self.v))
-        w = einsum("brihd,brjhd->bhij", q, k) * (8 * r) ** -0.5
-        return einsum("bhij,brjhd->brihd", w.softmax(-1), v).reshape(b, r, n, 32)
+    b, r, n, _ = x.shape
+    q, k, v = (y(x).view(b, r, n, 4, 8) for y in (net.q, net.k, net.v))
+    w = einsum("brihd,brjhd->bhij", q, k) * (8 * r) ** -0.5
+    return einsum("bhij,brjhd->brihd", w.softmax(-1), v).reshape(b, r, n, 32)
 
 
-@form((2, 9, 32), (2, 9, 9), lambda: torch.rand(2, 9, 9) > 0.3)
-class GraphBias(nn.Module):
+@form(
+    (2, 9, 32), (2, 9, 9), lambda: torch.rand(2, 9, 9) > 0.3,
+    parts=lambda: named("q k v", linears(32, 32, 32, 32, bias=True)) | dict(
+        edge=nn.Linear(1, 4), distance=nn.Embedding(4, 4),
+    ),
+)  # fmt: skip
+def graph_bias(net: Any, x: Any, edges: Any, adjacency: Any) -> Any:
     """A transformer of graphs: distances and edges as biases, self-loops, no edge no attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = linears(32, 32, 32, 32, bias=True)
-        self.edge = nn.Linear(1, 4)
-        self.distance = nn.Embedding(4, 4)
-
-    def forward(self, x: Any, edges: Any, adjacency: Any) -> Any:
-        q, k, v = (heads(m(x), 4) for m in (self.q, self.k, self.v))
-        bias = self.edge(edges.unsqueeze(-1)).permute(0, 3, 1, 2)
-        bias = bias + self.distance(adjacency.long() + 1).permute(0, 3, 1, 2)
-        scores = q @ k.transpose(-1, -2) / 8**0.5 + bias
-        adjacency = adjacency | torch.eye(9, dtype=torch.bool)
-        scores = scores.masked_fill(~adjacency.unsqueeze(1), -9e15)
-        return (F.softmax(scores, dim=-1) @ v).transpose(1, 2).flatten(2)
+    q, k, v = (heads(m(x), 4) for m in (net.q, net.k, net.v))
+    bias = net.edge(edges.unsqueeze(-1)).permute(0, 3, 1, 2)
+    bias = bias + net.distance(adjacency.long() + 1).permute(0, 3, 1, 2)
+    scores = q @ k.transpose(-1, -2) / 8**0.5 + bias
+    adjacency = adjacency | torch.eye(9, dtype=torch.bool)
+    scores = scores.masked_fill(~adjacency.unsqueeze(1), -9e15)
+    return (F.softmax(scores, dim=-1) @ v).transpose(1, 2).flatten(2)
 
 
-@form((9, 16), lambda: torch.rand(9, 9) > 0.4, fused=0, reasons=("no-product",))
-class GraphByPairs(nn.Module):
+@form((9, 16), lambda: torch.rand(9, 9) > 0.4, fused=0, reasons=("no-product",), parts=lambda: dict(
+    w=nn.Linear(16, 16, bias=False), a=nn.Parameter(torch.randn(32, 1)),
+))  # fmt: skip
+def graph_by_pairs(net: Any, h: Any, adjacency: Any) -> Any:
     """Additive attention of graphs: leaky relu of a sum, where with -9e15."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.a = nn.Linear(16, 16, bias=False), nn.Parameter(torch.randn(32, 1))
-
-    def forward(self, h: Any, adjacency: Any) -> Any:
-        wh = self.w(h)
-        e = F.leaky_relu(wh @ self.a[:16] + (wh @ self.a[16:]).T, 0.2)
-        attention = torch.where(adjacency | torch.eye(9).bool(), e, -9e15 * torch.ones_like(e))
-        return F.elu(F.softmax(attention, dim=1) @ wh)
+    wh = net.w(h)
+    e = F.leaky_relu(wh @ net.a[:16] + (wh @ net.a[16:]).T, 0.2)
+    attention = torch.where(adjacency | torch.eye(9).bool(), e, -9e15 * torch.ones_like(e))
+    return F.elu(F.softmax(attention, dim=1) @ wh)
 
 
 @form((2, 9, 16), (2, 9, 9, 16), fused=0, reasons=("no-product",))
-class EdgesInTheScores(nn.Module):
+def edges_in_the_scores(x: Any, e: Any) -> Any:
     """Edges multiply the products of single channels: no product of matrices."""
-
-    def forward(self, x: Any, e: Any) -> Any:
-        q = k = v = x.view(2, 9, 2, 8)
-        y = q.unsqueeze(2) * k.unsqueeze(1) * e.view(2, 9, 9, 2, 8)
-        return (F.softmax(y.sum(-1), dim=2).unsqueeze(-1) * v.unsqueeze(1)).sum(2)
+    q = k = v = x.view(2, 9, 2, 8)
+    y = q.unsqueeze(2) * k.unsqueeze(1) * e.view(2, 9, 9, 2, 8)
+    return (F.softmax(y.sum(-1), dim=2).unsqueeze(-1) * v.unsqueeze(1)).sum(2)
 
 
 @form((2, 9, 16), (1, 4, 16), fused=2)
@@ -170,90 +147,70 @@ class InducedSet(nn.Module):
         return self.block(self.second, x, self.block(self.first, points.repeat(x.size(0), 1, 1), x))
 
 
-@form((2, 9, 32), (2, 9, 9, 16), lambda: (torch.rand(2, 9) > 0.2).float())
-class Af3PairBias(nn.Module):
+@form(
+    (2, 9, 32), (2, 9, 9, 16), lambda: (torch.rand(2, 9) > 0.2).float(),
+    parts=lambda: dict(q=nn.Linear(32, 32)) | named("k v g", linears(32, 32, 32, 32)) | dict(
+        b=nn.Linear(16, 4, bias=False),
+    ),
+)  # fmt: skip
+def af3_pair_bias(net: Any, a: Any, z: Any, mask: Any) -> Any:
     """AlphaFold3: single attention with pair bias, beta, mask inf*(mask-1), gate"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Linear(32, 32)
-        self.k, self.v, self.g = linears(32, 32, 32, 32)
-        self.b = nn.Linear(16, 4, bias=False)
-
-    def forward(self, a: Any, z: Any, mask: Any) -> Any:
-        q = self.q(a).unflatten(-1, (4, 8))
-        k = self.k(a).unflatten(-1, (4, 8))
-        v = self.v(a).unflatten(-1, (4, 8))
-        attn = einsum("bihd,bjhd->bhij", q.float(), k.float()) / 8**0.5
-        attn = attn + self.b(z).float().permute(0, 3, 1, 2)
-        attn = attn + (1 - mask[:, None, None].float()) * -1e6
-        attn = attn.softmax(dim=-1)
-        o = einsum("bhij,bjhd->bihd", attn, v.float()).to(v.dtype)
-        return self.g(a).sigmoid() * o.reshape(2, 9, 32)
+    q = net.q(a).unflatten(-1, (4, 8))
+    k = net.k(a).unflatten(-1, (4, 8))
+    v = net.v(a).unflatten(-1, (4, 8))
+    attn = einsum("bihd,bjhd->bhij", q.float(), k.float()) / 8**0.5
+    attn = attn + net.b(z).float().permute(0, 3, 1, 2)
+    attn = attn + (1 - mask[:, None, None].float()) * -1e6
+    attn = attn.softmax(dim=-1)
+    o = einsum("bhij,bjhd->bihd", attn, v.float()).to(v.dtype)
+    return net.g(a).sigmoid() * o.reshape(2, 9, 32)
 
 
-@form((2, 9, 32), (2, 9, 9, 16))
-class RoseBiased(nn.Module):
+@form((2, 9, 32), (2, 9, 9, 16), parts=lambda: named("q k v g", linears(32, 32, 32, 32, 32)) | dict(
+    b=nn.Linear(16, 4, bias=False),
+))  # fmt: skip
+def rose_biased(net: Any, x: Any, z: Any) -> Any:
     """softmax over dim -2 with heads last, bias b q k h"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.g = linears(32, 32, 32, 32, 32)
-        self.b = nn.Linear(16, 4, bias=False)
-
-    def forward(self, x: Any, z: Any) -> Any:
-        q, k, v = (l(x).reshape(2, 9, 4, 8) for l in (self.q, self.k, self.v))
-        k = k * (8**-0.5)
-        attn = einsum("bqhd,bkhd->bqkh", q, k) + self.b(z)
-        attn = F.softmax(attn, dim=-2)
-        out = einsum("bqkh,bkhd->bqhd", attn, v).reshape(2, 9, -1)
-        return torch.sigmoid(self.g(x)) * out
+    q, k, v = (l(x).reshape(2, 9, 4, 8) for l in (net.q, net.k, net.v))
+    k = k * (8**-0.5)
+    attn = einsum("bqhd,bkhd->bqkh", q, k) + net.b(z)
+    attn = F.softmax(attn, dim=-2)
+    out = einsum("bqkh,bkhd->bqhd", attn, v).reshape(2, 9, -1)
+    return torch.sigmoid(net.g(x)) * out
 
 
-@form((2, 7, 7, 16))
-class RosePairAxial(nn.Module):
+@form((2, 7, 7, 16), parts=lambda: named("q k v", linears(16, 16, 16, 16)) | dict(
+    b=nn.Linear(16, 2, bias=False),
+))  # fmt: skip
+def rose_pair_axial(net: Any, pair: Any) -> Any:
     """tied pair axial: sums over n"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = linears(16, 16, 16, 16)
-        self.b = nn.Linear(16, 2, bias=False)
-
-    def forward(self, pair: Any) -> Any:
-        B, L = pair.shape[:2]
-        q, k, v = (l(pair).reshape(B, L, L, 2, 8) for l in (self.q, self.k, self.v))
-        q = q * 8**-0.5
-        k = k / math.sqrt(L)
-        a = einsum("bnihk,bnjhk->bijh", q, k) + self.b(pair)
-        a = F.softmax(a, dim=-2)
-        return einsum("bijh,bnjhd->bnihd", a, v).reshape(B, L, L, -1)
+    B, L = pair.shape[:2]
+    q, k, v = (l(pair).reshape(B, L, L, 2, 8) for l in (net.q, net.k, net.v))
+    q = q * 8**-0.5
+    k = k / math.sqrt(L)
+    a = einsum("bnihk,bnjhk->bijh", q, k) + net.b(pair)
+    a = F.softmax(a, dim=-2)
+    return einsum("bijh,bnjhd->bnihd", a, v).reshape(B, L, L, -1)
 
 
-@form((2, 9, 32), lambda: torch.randint(0, 5, (2, 8, 8)), (2, 8, 8, 5, 6))
-class GraphormerBias(nn.Module):
+@form((2, 9, 32), lambda: torch.randint(0, 5, (2, 8, 8)), (2, 8, 8, 5, 6), parts=lambda: dict(
+    qkv=nn.Linear(32, 96), sp=nn.Embedding(6, 4, padding_idx=0), ed=nn.Linear(6, 4), t=nn.Embedding(1, 4),
+))  # fmt: skip
+def graphormer_bias(net: Any, x: Any, sp: Any, ef: Any) -> Any:
     """spatial pos + edge encoding, class token t bias written in parts, 2*..."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(32, 96)
-        self.sp = nn.Embedding(6, 4, padding_idx=0)
-        self.ed = nn.Linear(6, 4)
-        self.t = nn.Embedding(1, 4)
-
-    def forward(self, x: Any, sp: Any, ef: Any) -> Any:
-        B = x.shape[0]
-        bias = torch.zeros(B, 9, 9)
-        gb = bias.clone().unsqueeze(1).repeat(1, 4, 1, 1)
-        gb[:, :, 1:, 1:] = gb[:, :, 1:, 1:] + self.sp(sp).permute(0, 3, 1, 2)
-        t = self.t.weight.view(1, 4, 1)
-        gb[:, :, 1:, 0] = gb[:, :, 1:, 0] + t
-        gb[:, :, 0, :] = gb[:, :, 0, :] + t
-        e = self.ed(ef).mean(-2).permute(0, 3, 1, 2)
-        gb[:, :, 1:, 1:] = gb[:, :, 1:, 1:] + e
-        gb = gb + bias.unsqueeze(1)
-        q, k, v = (z.view(B, 9, 4, 8).transpose(1, 2) for z in self.qkv(x).chunk(3, -1))
-        q = q * 8**-0.5
-        a = torch.matmul(q, k.transpose(2, 3))
-        a = a + gb
-        a = torch.softmax(a, dim=3)
-        return a.matmul(v).transpose(1, 2).contiguous().view(B, -1, 32)
+    B = x.shape[0]
+    bias = torch.zeros(B, 9, 9)
+    gb = bias.clone().unsqueeze(1).repeat(1, 4, 1, 1)
+    gb[:, :, 1:, 1:] = gb[:, :, 1:, 1:] + net.sp(sp).permute(0, 3, 1, 2)
+    t = net.t.weight.view(1, 4, 1)
+    gb[:, :, 1:, 0] = gb[:, :, 1:, 0] + t
+    gb[:, :, 0, :] = gb[:, :, 0, :] + t
+    e = net.ed(ef).mean(-2).permute(0, 3, 1, 2)
+    gb[:, :, 1:, 1:] = gb[:, :, 1:, 1:] + e
+    gb = gb + bias.unsqueeze(1)
+    q, k, v = (z.view(B, 9, 4, 8).transpose(1, 2) for z in net.qkv(x).chunk(3, -1))
+    q = q * 8**-0.5
+    a = torch.matmul(q, k.transpose(2, 3))
+    a = a + gb
+    a = torch.softmax(a, dim=3)
+    return a.matmul(v).transpose(1, 2).contiguous().view(B, -1, 32)

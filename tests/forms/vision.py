@@ -9,26 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .form import form, linears
+from .form import form, linears, named
 
 einsum = torch.einsum
 
 
-@form((2, 32, 4, 5))
-class UNetOneByOneQkv(nn.Module):
+@form((2, 32, 4, 5), parts=lambda: dict(qkv=nn.Conv2d(32, 96, 1, bias=False), out=nn.Conv2d(32, 32, 1)))
+def unet_one_by_one_qkv(net: Any, x: Any) -> Any:
     """q, k and v of a 1x1 convolution, channels first, products by einsum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Conv2d(32, 96, 1, bias=False), nn.Conv2d(32, 32, 1)
-
-    def forward(self, x: Any) -> Any:
-        b, _, h, w = x.shape
-        q, k, v = (t.reshape(b, 4, 8, h * w) for t in self.qkv(x).chunk(3, dim=1))
-        sim = einsum("b h d i, b h d j -> b h i j", q * 8**-0.5, k)
-        sim = sim - sim.amax(dim=-1, keepdim=True).detach()
-        out = einsum("b h i j, b h d j -> b h i d", sim.softmax(dim=-1), v)
-        return self.out(out.permute(0, 1, 3, 2).reshape(b, 32, h, w)) + x
+    b, _, h, w = x.shape
+    q, k, v = (t.reshape(b, 4, 8, h * w) for t in net.qkv(x).chunk(3, dim=1))
+    sim = einsum("b h d i, b h d j -> b h i j", q * 8**-0.5, k)
+    sim = sim - sim.amax(dim=-1, keepdim=True).detach()
+    out = einsum("b h i j, b h d j -> b h i d", sim.softmax(dim=-1), v)
+    return net.out(out.permute(0, 1, 3, 2).reshape(b, 32, h, w)) + x
 
 
 @form((2, 96, 20))
@@ -56,79 +50,63 @@ def guided_qkv_split_first(qkv: Any) -> Any:
     return einsum("bts,bcs->bct", weight, v.reshape(bs * 4, ch, length)).reshape(bs, -1, length)
 
 
-@form((2, 16, 4, 5))
-class AutoencoderBlock(nn.Module):
+@form(
+    (2, 16, 4, 5),
+    parts=lambda: (
+        dict(norm=nn.GroupNorm(4, 16)) | named("q k v proj", (nn.Conv2d(16, 16, 1) for _ in range(4)))
+    ),
+)
+def autoencoder_block(net: Any, x: Any) -> Any:
     """One head over the pixels; the weights are the right operand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.GroupNorm(4, 16)
-        self.q, self.k, self.v, self.proj = (nn.Conv2d(16, 16, 1) for _ in range(4))
-
-    def forward(self, x: Any) -> Any:
-        h_ = self.norm(x)
-        q, k, v = self.q(h_), self.k(h_), self.v(h_)
-        b, c, h, w = q.shape
-        q = q.reshape(b, c, h * w).permute(0, 2, 1)
-        k = k.reshape(b, c, h * w)
-        w_ = torch.bmm(q, k) * int(c) ** (-0.5)
-        w_ = F.softmax(w_, dim=2)
-        v = v.reshape(b, c, h * w)
-        h_ = torch.bmm(v, w_.permute(0, 2, 1)).reshape(b, c, h, w)
-        return x + self.proj(h_)
+    h_ = net.norm(x)
+    q, k, v = net.q(h_), net.k(h_), net.v(h_)
+    b, c, h, w = q.shape
+    q = q.reshape(b, c, h * w).permute(0, 2, 1)
+    k = k.reshape(b, c, h * w)
+    w_ = torch.bmm(q, k) * int(c) ** (-0.5)
+    w_ = F.softmax(w_, dim=2)
+    v = v.reshape(b, c, h * w)
+    h_ = torch.bmm(v, w_.permute(0, 2, 1)).reshape(b, c, h, w)
+    return x + net.proj(h_)
 
 
-@form((2, 16, 4, 5))
-class NonLocalBlock(nn.Module):
+@form((2, 16, 4, 5), parts=lambda: named("theta phi g", (nn.Conv2d(16, 8, 1) for _ in range(3))) | dict(
+    out=nn.Conv2d(8, 16, 1), pool=nn.MaxPool2d(2),
+))  # fmt: skip
+def non_local_block(net: Any, x: Any) -> Any:
     """Embedded Gaussian: keys and values at half the size, no scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.theta, self.phi, self.g = (nn.Conv2d(16, 8, 1) for _ in range(3))
-        self.out = nn.Conv2d(8, 16, 1)
-        self.pool = nn.MaxPool2d(2)
-
-    def forward(self, x: Any) -> Any:
-        b = x.size(0)
-        g = self.pool(self.g(x)).view(b, 8, -1).permute(0, 2, 1)
-        theta = self.theta(x).view(b, 8, -1).permute(0, 2, 1)
-        phi = self.pool(self.phi(x)).view(b, 8, -1)
-        f = torch.matmul(theta, phi)
-        y = torch.matmul(F.softmax(f, dim=-1), g)
-        return self.out(y.permute(0, 2, 1).contiguous().view(b, 8, *x.shape[2:])) + x
+    b = x.size(0)
+    g = net.pool(net.g(x)).view(b, 8, -1).permute(0, 2, 1)
+    theta = net.theta(x).view(b, 8, -1).permute(0, 2, 1)
+    phi = net.pool(net.phi(x)).view(b, 8, -1)
+    f = torch.matmul(theta, phi)
+    y = torch.matmul(F.softmax(f, dim=-1), g)
+    return net.out(y.permute(0, 2, 1).contiguous().view(b, 8, *x.shape[2:])) + x
 
 
-@form((2, 16, 4, 5))
-class SelfAttentionGan(nn.Module):
+@form((2, 16, 4, 5), parts=lambda: dict(
+    f=nn.Conv2d(16, 4, 1), g=nn.Conv2d(16, 4, 1), h=nn.Conv2d(16, 16, 1),
+    gamma=nn.Parameter(torch.tensor([0.5])),
+))  # fmt: skip
+def self_attention_gan(net: Any, x: Any) -> Any:
     """Keys over dim 1 of the transposed product, a learned gain behind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.f, self.g, self.h = nn.Conv2d(16, 4, 1), nn.Conv2d(16, 4, 1), nn.Conv2d(16, 16, 1)
-        self.gamma = nn.Parameter(torch.tensor([0.5]))
-
-    def forward(self, x: Any) -> Any:
-        size = x.size()
-        x = x.view(*size[:2], -1)
-        f, g, h = (m(x.view(size)).flatten(2) for m in (self.f, self.g, self.h))
-        beta = F.softmax(torch.bmm(f.transpose(1, 2), g), dim=1)
-        return (self.gamma * torch.bmm(h, beta) + x).view(*size).contiguous()
+    size = x.size()
+    x = x.view(*size[:2], -1)
+    f, g, h = (m(x.view(size)).flatten(2) for m in (net.f, net.g, net.h))
+    beta = F.softmax(torch.bmm(f.transpose(1, 2), g), dim=1)
+    return (net.gamma * torch.bmm(h, beta) + x).view(*size).contiguous()
 
 
-@form((2, 16, 4, 5), fused=0, reasons=("no-product", "no-product"))
-class LinearAttentionBlock(nn.Module):
+@form((2, 16, 4, 5), fused=0, reasons=("no-product", "no-product"), parts=lambda: dict(
+    qkv=nn.Conv2d(16, 48, 1, bias=False),
+))  # fmt: skip
+def linear_attention_block(net: Any, x: Any) -> Any:
     """softmax of k over the tokens: a context first, no scores."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Conv2d(16, 48, 1, bias=False)
-
-    def forward(self, x: Any) -> Any:
-        b, c, h, w = x.shape
-        q, k, v = (t.reshape(b, 2, 8, h * w) for t in self.qkv(x).chunk(3, dim=1))
-        q, k = q.softmax(dim=-2) * 8**-0.5, k.softmax(dim=-1)
-        context = einsum("bhdn,bhen->bhde", k, v)
-        return einsum("bhde,bhdn->bhen", context, q).reshape(b, c, h, w)
+    b, c, h, w = x.shape
+    q, k, v = (t.reshape(b, 2, 8, h * w) for t in net.qkv(x).chunk(3, dim=1))
+    q, k = q.softmax(dim=-2) * 8**-0.5, k.softmax(dim=-1)
+    context = einsum("bhdn,bhen->bhde", k, v)
+    return einsum("bhde,bhdn->bhen", context, q).reshape(b, c, h, w)
 
 
 @form((2, 16, 32), (2, 9, 24))
@@ -152,26 +130,22 @@ class CrossAttentionOfText(nn.Module):
         return out.reshape(2, 4, 16, 8).permute(0, 2, 1, 3).reshape(2, 16, 32)
 
 
-@form((2, 16, 32), (2, 9, 32), lambda: torch.rand(2, 9) > 0.3)
-class CrossAttentionMasked(nn.Module):
+@form(
+    (2, 16, 32), (2, 9, 32), lambda: torch.rand(2, 9) > 0.3, parts=lambda: dict(qkv=linears(32, 32, 32, 32))
+)
+def cross_attention_masked(net: Any, x: Any, context: Any, mask: Any) -> Any:
     """A mask of keys, repeated for the heads in the batch, ~mask filled with -finfo.max in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = linears(32, 32, 32, 32)
-
-    def forward(self, x: Any, context: Any, mask: Any) -> Any:
-        b, h = x.shape[0], 4
-        mask = mask.clone()
-        mask[:, 0] = True
-        q, k, v = self.qkv[0](x), self.qkv[1](context), self.qkv[2](context)
-        q, k, v = (t.view(b, -1, h, 8).transpose(1, 2).reshape(b * h, -1, 8) for t in (q, k, v))
-        sim = einsum("b i d, b j d -> b i j", q, k) * 8**-0.5
-        mask = mask.reshape(b, -1)[:, None, None, :].expand(b, h, 1, -1).reshape(b * h, 1, -1)
-        sim.masked_fill_(~mask, -torch.finfo(sim.dtype).max)
-        attn = sim.softmax(dim=-1)
-        out = einsum("b i j, b j d -> b i d", attn, v)
-        return out.view(b, h, -1, 8).transpose(1, 2).reshape(b, -1, 32)
+    b, h = x.shape[0], 4
+    mask = mask.clone()
+    mask[:, 0] = True
+    q, k, v = net.qkv[0](x), net.qkv[1](context), net.qkv[2](context)
+    q, k, v = (t.view(b, -1, h, 8).transpose(1, 2).reshape(b * h, -1, 8) for t in (q, k, v))
+    sim = einsum("b i d, b j d -> b i j", q, k) * 8**-0.5
+    mask = mask.reshape(b, -1)[:, None, None, :].expand(b, h, 1, -1).reshape(b * h, 1, -1)
+    sim.masked_fill_(~mask, -torch.finfo(sim.dtype).max)
+    attn = sim.softmax(dim=-1)
+    out = einsum("b i j, b j d -> b i d", attn, v)
+    return out.view(b, h, -1, 8).transpose(1, 2).reshape(b, -1, 32)
 
 
 class Window(nn.Module):
@@ -273,38 +247,27 @@ def positions_beside_a_class_token(q: Any, k: Any, v: Any, rel_h: Any, rel_w: An
     return attn.softmax(-1) @ v + q
 
 
-@form((2, 24, 16))
-class PooledKeys(nn.Module):
+@form((2, 24, 16), parts=lambda: dict(
+    q=nn.Linear(16, 16), kv=nn.Linear(16, 32), sr=nn.Conv2d(16, 16, 2, 2), norm=nn.LayerNorm(16),
+))  # fmt: skip
+def pooled_keys(net: Any, x: Any) -> Any:
     """Spatial reduction: keys and values of a strided convolution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.kv, self.sr = nn.Linear(16, 16), nn.Linear(16, 32), nn.Conv2d(16, 16, 2, 2)
-        self.norm = nn.LayerNorm(16)
-
-    def forward(self, x: Any) -> Any:
-        b, n, c = x.shape
-        q = self.q(x).reshape(b, n, 2, 8).permute(0, 2, 1, 3)
-        x_ = self.sr(x.permute(0, 2, 1).reshape(b, c, 4, 6)).reshape(b, c, -1).permute(0, 2, 1)
-        kv = self.kv(self.norm(x_)).reshape(b, -1, 2, 2, 8).permute(2, 0, 3, 1, 4)
-        attn = (q @ kv[0].transpose(-2, -1)) * 8**-0.5
-        return (attn.softmax(dim=-1) @ kv[1]).transpose(1, 2).reshape(b, n, c)
+    b, n, c = x.shape
+    q = net.q(x).reshape(b, n, 2, 8).permute(0, 2, 1, 3)
+    x_ = net.sr(x.permute(0, 2, 1).reshape(b, c, 4, 6)).reshape(b, c, -1).permute(0, 2, 1)
+    kv = net.kv(net.norm(x_)).reshape(b, -1, 2, 2, 8).permute(2, 0, 3, 1, 4)
+    attn = (q @ kv[0].transpose(-2, -1)) * 8**-0.5
+    return (attn.softmax(dim=-1) @ kv[1]).transpose(1, 2).reshape(b, n, c)
 
 
-@form((2, 48, 4, 6))
-class ChannelsFirstHeads(nn.Module):
+@form((2, 48, 4, 6), parts=lambda: dict(bias=nn.Parameter(torch.randn(2, 24, 24))))
+def channels_first_heads(net: Any, x: Any) -> Any:
     """(B, heads, dim, N): q transposed, values times transposed weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(2, 24, 24))
-
-    def forward(self, x: Any) -> Any:
-        b, _, h, w = x.shape
-        q, k, v = x.view(b, 2, 24, -1).chunk(3, dim=2)
-        attn = (q.transpose(-2, -1) * 8**-0.5) @ k
-        attn = (attn + self.bias).softmax(dim=-1)
-        return (v @ attn.transpose(-2, -1)).view(b, -1, h, w)
+    b, _, h, w = x.shape
+    q, k, v = x.view(b, 2, 24, -1).chunk(3, dim=2)
+    attn = (q.transpose(-2, -1) * 8**-0.5) @ k
+    attn = (attn + net.bias).softmax(dim=-1)
+    return (v @ attn.transpose(-2, -1)).view(b, -1, h, w)
 
 
 @form((2, 2, 8, 24), (2, 2, 8, 24), (2, 2, 8, 24))

@@ -39,24 +39,14 @@ def test_masks(pair: tuple[programs.Program, programs.Program]) -> None:
 
 
 @pytest.mark.slow
-@settings(quick, max_examples=15)
-@given(products.projections())
-def test_projections(program: programs.Program) -> None:
-    judge_products(program)
+@pytest.mark.parametrize("kind", [products.projections, products.chains, products.adapters])
+def test_products(kind: Any) -> None:
+    @settings(quick, max_examples=15)
+    @given(kind())
+    def judged(program: programs.Program) -> None:
+        judge_products(program)
 
-
-@pytest.mark.slow
-@settings(quick, max_examples=15)
-@given(products.chains())
-def test_chains(program: programs.Program) -> None:
-    judge_products(program)
-
-
-@pytest.mark.slow
-@settings(quick, max_examples=15)
-@given(products.adapters())
-def test_adapters(program: programs.Program) -> None:
-    judge_products(program)
+    judged()
 
 
 def test_a_wrong_gradient_is_no_rounding() -> None:

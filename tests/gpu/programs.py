@@ -244,12 +244,8 @@ class Batch:
             what = "it hangs" if late else ended
             mode = "training" if at.get("train") else "inference"
             failure = {
-                "name": at["name"],
-                "dtype": at.get("dtype", ""),
-                "mode": mode,
-                "what": what,
-                "ended": True,
-            }
+                "name": at["name"], "dtype": at.get("dtype", ""), "mode": mode, "what": what, "ended": True,
+            }  # fmt: skip
             print(f"{failure['name']}: {what}", flush=True)
             self.report.fail(seed, failure)
             worker.task["skip"] = [*worker.task["skip"], at["name"]]

@@ -46,13 +46,10 @@ def graph(*calls: Callable[[], None] | None) -> tuple[fx.Graph, list[fx.Node]]:
     return built, products
 
 
-@pytest.mark.parametrize(
-    ("enter", "leave", "reason"),
-    [
-        (_grad_increment_nesting, _grad_decrement_nesting, REVERSE),
-        (_jvp_increment_nesting, _jvp_decrement_nesting, FORWARD),
-    ],
-)
+@pytest.mark.parametrize(("enter", "leave", "reason"), [
+    (_grad_increment_nesting, _grad_decrement_nesting, REVERSE),
+    (_jvp_increment_nesting, _jvp_decrement_nesting, FORWARD),
+])  # fmt: skip
 def test_transforms(enter: Any, leave: Any, reason: str) -> None:
     """In force from where it begins to where it ends."""
     _, (before, inside, behind) = graph(None, enter, None, leave, None)

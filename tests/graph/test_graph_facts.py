@@ -112,20 +112,17 @@ def layout(value: torch.Tensor, x: torch.Tensor) -> tuple[object, ...]:
     return *lies, value.dtype, value.device, shared, value.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("function", "args"),
-    [
-        (aten.permute.default, ([1, 0],)),
-        (aten.reshape.default, ([2, -1, 4],)),
-        (aten.slice.Tensor, (1, 2, 6)),
-        (aten.view.dtype, (torch.int32,)),
-        (aten.mul.Tensor, (2,)),
-        (aten.split.Tensor, (3,)),
-        (aten.detach.default, ()),
-        (aten.add_.Tensor, (1,)),
-        (prims.convert_element_type.default, (torch.bfloat16,)),
-    ],
-)
+@pytest.mark.parametrize(("function", "args"), [
+    (aten.permute.default, ([1, 0],)),
+    (aten.reshape.default, ([2, -1, 4],)),
+    (aten.slice.Tensor, (1, 2, 6)),
+    (aten.view.dtype, (torch.int32,)),
+    (aten.mul.Tensor, (2,)),
+    (aten.split.Tensor, (3,)),
+    (aten.detach.default, ()),
+    (aten.add_.Tensor, (1,)),
+    (prims.convert_element_type.default, (torch.bfloat16,)),
+])  # fmt: skip
 @pytest.mark.parametrize("kind", ["dense", "transposed", "part", "symbolic"])
 def test_fakes_of_calls_that_are_alike(
     function: torch._ops.OpOverload, args: tuple[object, ...], kind: str

@@ -34,14 +34,11 @@ def test_text() -> None:
     assert operands.text(None) == ""
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "reason", "hint"),
-    [
-        ("cpu", torch.bfloat16, "runs on the CPU, where the library's GEMM is used", ""),
-        ("meta", torch.bfloat16, "no kernel supports devices of type meta", ""),
-        ("cuda", torch.float32, "no kernel supports float32", "use bfloat16 or float16"),
-    ],
-)
+@pytest.mark.parametrize(("device", "dtype", "reason", "hint"), [
+    ("cpu", torch.bfloat16, "runs on the CPU, where the library's GEMM is used", ""),
+    ("meta", torch.bfloat16, "no kernel supports devices of type meta", ""),
+    ("cuda", torch.float32, "no kernel supports float32", "use bfloat16 or float16"),
+])  # fmt: skip
 def test_no_kernel(device: str, dtype: torch.dtype, reason: str, hint: str) -> None:
     with pytest.raises(LeftToStock) as left:
         operands.check_device(made(device, dtype), DTYPES)

@@ -57,18 +57,12 @@ def test_diagonal(fn: Any, dtype: torch.dtype) -> None:
     assert applied(product_diagonal.FUSION, fn, a, b) == [("fused", "")]
 
 
-@pytest.mark.parametrize(
-    ("fn", "reason"),
-    [
-        (lambda a, b: torch.diagonal(a @ b.t()[:, :5]), "the product is not proved to be square"),
-        (
-            lambda a, b: (p := a @ b.t()).diagonal() + p.sum(),
-            "at mm: expected 1 user(s), got 2: diagonal, sum_1",
-        ),
-        (lambda a, b: torch.diagonal(a @ b.t(), 1), None),
-        (lambda a, b: torch.diagonal(a + b), None),
-    ],
-)
+@pytest.mark.parametrize(("fn", "reason"), [
+    (lambda a, b: torch.diagonal(a @ b.t()[:, :5]), "the product is not proved to be square"),
+    (lambda a, b: (p := a @ b.t()).diagonal() + p.sum(), "at mm: expected 1 user(s), got 2: diagonal, sum_1"),
+    (lambda a, b: torch.diagonal(a @ b.t(), 1), None),
+    (lambda a, b: torch.diagonal(a + b), None),
+])  # fmt: skip
 def test_other_diagonals(fn: Any, reason: str | None) -> None:
     found = applied(product_diagonal.FUSION, fn, torch.randn(6, 8), torch.randn(6, 8))
     assert found == ([] if reason is None else [("rejected", reason)])

@@ -110,20 +110,17 @@ def test_input_is_written_over(fn: Callable[..., Any], sums: int) -> None:
     assert written(fn) == [True] * sums
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        read_later,
-        returned,
-        view_returned,
-        fused_behind,
-        other_dtype,
-        transposed,
-        part,
-        both_operands,
-        view_under_another_name,
-    ],
-)
+@pytest.mark.parametrize("fn", [
+    read_later,
+    returned,
+    view_returned,
+    fused_behind,
+    other_dtype,
+    transposed,
+    part,
+    both_operands,
+    view_under_another_name,
+])  # fmt: skip
 def test_input_is_left(fn: Callable[..., Any]) -> None:
     assert written(fn) == [False]
 

@@ -168,19 +168,16 @@ def test_dead_readers() -> None:
     assert list(x.users) == [copy]
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda g, x: g.call_method("add_", (x, 1)),
-        lambda g, x: g.call_function(operator.setitem, (x, 0, 1)),
-        lambda g, x: g.call_function(F.dropout, (x,)),
-        lambda g, x: g.call_method("bernoulli", (x,)),
-        lambda g, x: g.call_function(rand_like, (x,)),
-        lambda g, x: g.call_method("item", (x,)),
-        lambda g, x: g.call_function(wrap, (body(g, inplace=False), x)),
-        lambda g, x: g.call_function(torch._assert_async, (x,)),
-    ],
-)
+@pytest.mark.parametrize("call", [
+    lambda g, x: g.call_method("add_", (x, 1)),
+    lambda g, x: g.call_function(operator.setitem, (x, 0, 1)),
+    lambda g, x: g.call_function(F.dropout, (x,)),
+    lambda g, x: g.call_method("bernoulli", (x,)),
+    lambda g, x: g.call_function(rand_like, (x,)),
+    lambda g, x: g.call_method("item", (x,)),
+    lambda g, x: g.call_function(wrap, (body(g, inplace=False), x)),
+    lambda g, x: g.call_function(torch._assert_async, (x,)),
+])  # fmt: skip
 def test_readers_that_do_something(call: Any) -> None:
     """What writes, draws, checks or may do anything reads its operand, whether its result is used or not."""
     graph = fx.Graph()

@@ -88,16 +88,13 @@ ROW: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"sites": {"attention": 11, "qkv": 3}}, "attention: 12 -> 11 sites fused"),
-        ({"sites": {"attention": 12}}, "qkv: 3 -> 0 sites fused"),
-        ({"kernels": 41}, "kernels: 40 -> 41"),
-        ({"extern": {"mm": 5, "attention": 12}}, "extern calls: 16 -> 17"),
-        ({"bytes": 1001}, "bytes: 1,000 -> 1,001"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ({"sites": {"attention": 11, "qkv": 3}}, "attention: 12 -> 11 sites fused"),
+    ({"sites": {"attention": 12}}, "qkv: 3 -> 0 sites fused"),
+    ({"kernels": 41}, "kernels: 40 -> 41"),
+    ({"extern": {"mm": 5, "attention": 12}}, "extern calls: 16 -> 17"),
+    ({"bytes": 1001}, "bytes: 1,000 -> 1,001"),
+])  # fmt: skip
 def test_what_is_worse_is_named(change: dict[str, Any], said: str) -> None:
     found = rows.compare(ROW, {**deepcopy(ROW), **change})
     assert found.worse == (said,) and not found.better

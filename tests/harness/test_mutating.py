@@ -54,17 +54,10 @@ def test_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 #: Of each site: arguments, what the function gives, and what the mutant gives.
 BEHAVIOUR: list[tuple[tuple[Any, ...], Any, Any]] = [
-    ((4, None), "no y", "ValueError"),
-    ((3, 1), "other", "ValueError"),
-    ((4, 1), "ValueError", "other"),
-    ((4, None), "no y", "ValueError"),
-    ((4, 1), "ValueError", "other"),
-    ((1, 1), 0, "no y"),
-    ((1, None), "no y", 0),
-    ((1, 1), 0, "other"),
-    ((2, 1), 0, 1),
-    ((2, 5), 0, 1),
-]
+    ((4, None), "no y", "ValueError"), ((3, 1), "other", "ValueError"), ((4, 1), "ValueError", "other"),
+    ((4, None), "no y", "ValueError"), ((4, 1), "ValueError", "other"), ((1, 1), 0, "no y"),
+    ((1, None), "no y", 0), ((1, 1), 0, "other"), ((2, 1), 0, 1), ((2, 5), 0, 1),
+]  # fmt: skip
 
 
 def test_mutants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,16 +62,13 @@ def test_unknown_policy(function: Any) -> None:
         function(attention, *inputs(), policy="alway")
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "says"),
-    [
-        (inductor_fusions.explain, (5,), "fn must be a function or a module, not int"),
-        (inductor_fusions.verify, (5,), "fn must be a function or a module, not int"),
-        (testing.check, (torch.sin, torch.ones(2)), "a sequence or a mapping, not a tensor"),
-        (testing.assert_fusions, (torch.sin, torch.ones(2)), "a sequence or a mapping, not a tensor"),
-        (testing.assert_close_to_eager, (torch.sin, torch.ones(2)), "a sequence or a mapping, not a tensor"),
-    ],
-)
+@pytest.mark.parametrize(("function", "arguments", "says"), [
+    (inductor_fusions.explain, (5,), "fn must be a function or a module, not int"),
+    (inductor_fusions.verify, (5,), "fn must be a function or a module, not int"),
+    (testing.check, (torch.sin, torch.ones(2)), "a sequence or a mapping, not a tensor"),
+    (testing.assert_fusions, (torch.sin, torch.ones(2)), "a sequence or a mapping, not a tensor"),
+    (testing.assert_close_to_eager, (torch.sin, torch.ones(2)), "a sequence or a mapping, not a tensor"),
+])  # fmt: skip
 def test_arguments_of_other_types(function: Any, arguments: tuple[Any, ...], says: str) -> None:
     with pytest.raises(TypeError, match=says):
         function(*arguments)
@@ -162,15 +159,12 @@ def test_check_of_a_module() -> None:
     assert module.qkv.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("fn", "options", "message"),
-    [
-        (attention, {"fused": 0}, "1 sites were fused, expected 0"),
-        (refused, {}, "0 sites were fused, expected 1"),
-        (refused, {"fused": 0, "reason": "no such reason"}, "no site was left with the reason"),
-        (attention, {"kernel": "is_causal"}, "has a kernel without 'is_causal'"),
-    ],
-)
+@pytest.mark.parametrize(("fn", "options", "message"), [
+    (attention, {"fused": 0}, "1 sites were fused, expected 0"),
+    (refused, {}, "0 sites were fused, expected 1"),
+    (refused, {"fused": 0, "reason": "no such reason"}, "no site was left with the reason"),
+    (attention, {"kernel": "is_causal"}, "has a kernel without 'is_causal'"),
+])  # fmt: skip
 def test_check_of_sites(fn, options, message: str) -> None:
     with pytest.raises(AssertionError) as caught:
         testing.check(fn, inputs(), backend=testing.EAGER_AFTER_PASSES, **options)

@@ -318,18 +318,14 @@ def test_two_losses() -> None:
     check(Two(causal), fused=2)
 
 
-@pytest.mark.parametrize(
-    "fn, classes",
-    [
-        (lambda h, w: (weights := F.linear(h, w).softmax(-1)).gather(-1, weights.topk(2, -1).indices), 8),
-        (lambda h, w: torch.multinomial(F.linear(h, w).softmax(-1), 1), V),
-        (lambda h, w: F.logsigmoid(F.linear(h, w)).cumsum(0).exp(), V),
-        (lambda h, w: (F.softplus(F.linear(h, w)) * h.sum(-1, keepdim=True)).sum(-1), V),
-        (lambda h, w: (torch.sigmoid(F.linear(h, w)) * w.sum(-1)).mean(), V),
-        (lambda h, w: ((e := (h @ h.t()).exp()) / e.sum(-1, keepdim=True)) @ h, V),
-    ],
-    ids=["router", "sampler", "decays", "steps", "gates", "attention"],
-)
+@pytest.mark.parametrize("fn, classes", [
+    (lambda h, w: (weights := F.linear(h, w).softmax(-1)).gather(-1, weights.topk(2, -1).indices), 8),
+    (lambda h, w: torch.multinomial(F.linear(h, w).softmax(-1), 1), V),
+    (lambda h, w: F.logsigmoid(F.linear(h, w)).cumsum(0).exp(), V),
+    (lambda h, w: (F.softplus(F.linear(h, w)) * h.sum(-1, keepdim=True)).sum(-1), V),
+    (lambda h, w: (torch.sigmoid(F.linear(h, w)) * w.sum(-1)).mean(), V),
+    (lambda h, w: ((e := (h @ h.t()).exp()) / e.sum(-1, keepdim=True)) @ h, V),
+], ids=["router", "sampler", "decays", "steps", "gates", "attention"])  # fmt: skip
 def test_probabilities_of_no_loss(fn: Function, classes: int) -> None:
     seen = testing.capture(fn, torch.randn(4, H), torch.randn(classes, H))
     assert "linear_cross_entropy" not in {site.fusion for site in seen.sites}

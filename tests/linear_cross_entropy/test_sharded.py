@@ -43,16 +43,12 @@ def loss_of_sum(h: Tensor, w: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(all_reduce(F.linear(h, w), "sum", distributed.group.WORLD).float(), labels)
 
 
-@pytest.mark.parametrize(
-    "fn, parallel, local, code",
-    [
-        (loss, False, False, "subclass"),
-        (loss, True, False, "subclass"),
-        (loss_of_the_whole, False, False, "loss"),
-        (loss_of_sum, False, True, "loss"),
-    ],
-    ids=["replicated loss", "loss_parallel", "full_tensor", "all_reduce"],
-)
+@pytest.mark.parametrize("fn, parallel, local, code", [
+    (loss, False, False, "subclass"),
+    (loss, True, False, "subclass"),
+    (loss_of_the_whole, False, False, "loss"),
+    (loss_of_sum, False, True, "loss"),
+], ids=["replicated loss", "loss_parallel", "full_tensor", "all_reduce"])  # fmt: skip
 def test_it_is_left(mesh: Any, fn: Callable[..., Tensor], parallel: bool, local: bool, code: str) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import loss_parallel

@@ -1,4 +1,4 @@
-"""Spellings of a linear with an adapter."""
+"""Spellings of a linear with an adapter, as a function and as a module."""
 
 from __future__ import annotations
 
@@ -7,10 +7,32 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.block_mm.support import Run, rand
 
 WHOLE = torch.float32
+
+
+class Adapted(nn.Module):
+    """A base that is frozen, with an adapter, as PEFT spells it.
+
+    Args:
+        base: a module that gives `outer` features for `inner` ones.
+        dtype: of the adapter.
+    """
+
+    def __init__(
+        self, base: nn.Module, inner: int, outer: int, rank: int, dtype: torch.dtype = WHOLE
+    ) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Linear(inner, rank, bias=False, dtype=dtype)
+        self.b = nn.Linear(rank, outer, bias=False, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.base(x)
+        return (result + self.b(self.a(x.to(self.a.weight.dtype))) * 2.0).to(result.dtype)
 
 
 def targets(seen: Run, target: Any, graph: int = 0) -> list[Any]:

@@ -54,26 +54,23 @@ def arguments() -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("position", "given", "text"),
-    [
-        (0, rand(5), "base"),
-        (0, torch.ones(5, 6, dtype=torch.int8), "base"),
-        (0, rand(4, 6), "base"),
-        (0, rand(5, 7), "base"),
-        (1, [], "an a"),
-        (1, [rand(5, 3), rand(5)], "a and b"),
-        (1, [rand(5, 3), rand(5, 4)], "a and b"),
-        (1, [rand(5, 3), torch.rand(5, 2)], "a and b"),
-        (2, [rand(3, 6)], "an a, b and scale"),
-        (3, [1.0], "scale"),
-        (4, [torch.rand(5, 6)], "kept"),
-        (4, [torch.rand(5, 1) > 0], "kept"),
-        (4, [], "kept_products"),
-        (5, [2], "kept_products"),
-        (5, [-1], "kept_products"),
-    ],
-)
+@pytest.mark.parametrize(("position", "given", "text"), [
+    (0, rand(5), "base"),
+    (0, torch.ones(5, 6, dtype=torch.int8), "base"),
+    (0, rand(4, 6), "base"),
+    (0, rand(5, 7), "base"),
+    (1, [], "an a"),
+    (1, [rand(5, 3), rand(5)], "a and b"),
+    (1, [rand(5, 3), rand(5, 4)], "a and b"),
+    (1, [rand(5, 3), torch.rand(5, 2)], "a and b"),
+    (2, [rand(3, 6)], "an a, b and scale"),
+    (3, [1.0], "scale"),
+    (4, [torch.rand(5, 6)], "kept"),
+    (4, [torch.rand(5, 1) > 0], "kept"),
+    (4, [], "kept_products"),
+    (5, [2], "kept_products"),
+    (5, [-1], "kept_products"),
+])  # fmt: skip
 def test_arguments_that_do_not_fit(position: int, given: Any, text: str) -> None:
     call = arguments()
     call[position] = given

@@ -18,23 +18,16 @@ from torch._inductor import compile_fx
 
 from inductor_fusions import config
 from tests.block_mm.support import Run, _fuse
+from tests.lora.spellings import Adapted
 
 TEXT = (Path(__file__).resolve().parents[2] / "LICENSE").read_bytes()
 STEPS, BATCH, LENGTH, WIDTH, RANK = 200, 4, 32, 64, 8
 
 
-class Adapted(nn.Module):
-    """A frozen bfloat16 linear with a float32 adapter, as PEFT spells it."""
-
-    def __init__(self, inner: int, outer: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(inner, outer).bfloat16().requires_grad_(False)
-        self.a, self.b = nn.Linear(inner, RANK, bias=False), nn.Linear(RANK, outer, bias=False)
-        nn.init.zeros_(self.b.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.base(x)
-        return (y + self.b(self.a(x.to(self.a.weight.dtype))) * 2.0).to(y.dtype)
+def adapted(inner: int, outer: int) -> Adapted:
+    found = Adapted(nn.Linear(inner, outer).bfloat16(), inner, outer, RANK)
+    nn.init.zeros_(found.b.weight)
+    return found
 
 
 class Model(nn.Module):
@@ -43,9 +36,9 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(256, WIDTH).bfloat16().requires_grad_(False)
-        self.mix, self.up = Adapted(4 * WIDTH, WIDTH), Adapted(WIDTH, 2 * WIDTH)
-        self.gate, self.down = Adapted(WIDTH, 2 * WIDTH), Adapted(2 * WIDTH, WIDTH)
-        self.head = Adapted(WIDTH, 256)
+        self.mix, self.up = adapted(4 * WIDTH, WIDTH), adapted(WIDTH, 2 * WIDTH)
+        self.gate, self.down = adapted(WIDTH, 2 * WIDTH), adapted(2 * WIDTH, WIDTH)
+        self.head = adapted(WIDTH, 256)
 
     def forward(self, characters: torch.Tensor) -> torch.Tensor:
         x = self.embed(characters)

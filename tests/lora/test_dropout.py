@@ -321,18 +321,15 @@ def written(drop: Callable[[Any], Any], later: Callable[[Any, Any], Any] = lambd
     return fn
 
 
-@pytest.mark.parametrize(
-    ("fn", "reason"),
-    [
-        (written(lambda x: F.dropout(x, 0.25), lambda y, dropped: y + dropped.sum()), "read elsewhere"),
-        (written(lambda x: F.dropout(x, 0.25, False)), None),
-        (written(lambda x: F.dropout(x, 0.25, inplace=True)), "writes in place between"),
-        (written(lambda x: F.dropout(x, 1.0)), None),
-        (written(lambda x: F.dropout1d(x.unsqueeze(0), 0.25).squeeze(0)), None),
-        (written(lambda x: F.alpha_dropout(x, 0.25, True)), None),
-        (written(lambda x: F.dropout(x, 0.25) * 2), None),
-    ],
-)
+@pytest.mark.parametrize(("fn", "reason"), [
+    (written(lambda x: F.dropout(x, 0.25), lambda y, dropped: y + dropped.sum()), "read elsewhere"),
+    (written(lambda x: F.dropout(x, 0.25, False)), None),
+    (written(lambda x: F.dropout(x, 0.25, inplace=True)), "writes in place between"),
+    (written(lambda x: F.dropout(x, 1.0)), None),
+    (written(lambda x: F.dropout1d(x.unsqueeze(0), 0.25).squeeze(0)), None),
+    (written(lambda x: F.alpha_dropout(x, 0.25, True)), None),
+    (written(lambda x: F.dropout(x, 0.25) * 2), None),
+])  # fmt: skip
 def test_other_dropouts_stay(fn: Any, reason: str | None) -> None:
     args = [rand(24, IN), rand(OUT, IN).detach()]
     args += [torch.randn(shape).requires_grad_() for shape in ((RANK, IN), (OUT, RANK))]
@@ -424,16 +421,13 @@ def test_the_base_reads_the_gradient_as_it_is() -> None:
 # -- the operations ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kept", "text"),
-    [
-        ([torch.ones(6, 8)], "bool"),
-        ([torch.ones(8, dtype=torch.bool)], "bool"),
-        ([torch.ones(5, 8, dtype=torch.bool)], "rows"),
-        ([torch.ones(6, 7, dtype=torch.bool)], "columns"),
-        ([torch.ones(6, 8, dtype=torch.bool)] * 2, "a mask for each"),
-    ],
-)
+@pytest.mark.parametrize(("kept", "text"), [
+    ([torch.ones(6, 8)], "bool"),
+    ([torch.ones(8, dtype=torch.bool)], "bool"),
+    ([torch.ones(5, 8, dtype=torch.bool)], "rows"),
+    ([torch.ones(6, 7, dtype=torch.bool)], "columns"),
+    ([torch.ones(6, 8, dtype=torch.bool)] * 2, "a mask for each"),
+])  # fmt: skip
 def test_masks_that_do_not_fit(kept: Any, text: str) -> None:
     with pytest.raises((ValueError, RuntimeError), match=text):
         NARROW_MM(torch.randn(6, 8), [torch.randn(8, 3)], [1.0], [0.0], False, kept)

@@ -16,21 +16,14 @@ from inductor_fusions.fusions.lora import gather, narrow_kernel
 from inductor_fusions.fusions.lora.op import NARROW_MM
 from inductor_fusions.fusions.lora.split import LORA_SPLIT
 from tests.block_mm.support import Run, check, run
+from tests.lora.spellings import Adapted
 from tests.support.arguments import named
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-class Adapted(nn.Module):
-    """A linear with a float32 adapter beside bfloat16, as PEFT has it."""
-
-    def __init__(self, inner: int, outer: int, rank: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(inner, outer, bias=False, dtype=BF16).requires_grad_(False)
-        self.a, self.b = nn.Linear(inner, rank, bias=False), nn.Linear(rank, outer, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.base(x) + self.b(self.a(x.to(self.a.weight.dtype))) * 2.0).to(x.dtype)
+def adapted(inner: int, outer: int, rank: int) -> Adapted:
+    return Adapted(nn.Linear(inner, outer, bias=False, dtype=BF16), inner, outer, rank)
 
 
 class Layers(nn.Module):
@@ -38,8 +31,8 @@ class Layers(nn.Module):
 
     def __init__(self, count: int = 2, rank: int = 16) -> None:
         super().__init__()
-        self.ups = nn.ModuleList(Adapted(80, 96, rank) for _ in range(count))
-        self.downs = nn.ModuleList(Adapted(96, 80, rank) for _ in range(count))
+        self.ups = nn.ModuleList(adapted(80, 96, rank) for _ in range(count))
+        self.downs = nn.ModuleList(adapted(96, 80, rank) for _ in range(count))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for up, down in zip(self.ups, self.downs, strict=True):

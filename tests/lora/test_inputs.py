@@ -216,16 +216,13 @@ def written(change: Change | None = None, later: Change | None = None, no_grad: 
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-@pytest.mark.parametrize(
-    ("fn", "reason"),
-    [
-        (written(overwritten), "mul_ writes in place between the cast and the linear"),
-        (written(wide_overwritten), "setitem writes in place"),
-        (written(wide_activated), "elu writes in place"),
-        (written(later=overwritten), "overwrites an operand that is saved"),
-        (written(no_grad=True), "grad mode changes"),
-    ],
-)
+@pytest.mark.parametrize(("fn", "reason"), [
+    (written(overwritten), "mul_ writes in place between the cast and the linear"),
+    (written(wide_overwritten), "setitem writes in place"),
+    (written(wide_activated), "elu writes in place"),
+    (written(later=overwritten), "overwrites an operand that is saved"),
+    (written(no_grad=True), "grad mode changes"),
+])  # fmt: skip
 def test_input_that_is_not_what_was_widened(fn: Any, reason: str) -> None:
     """The operation reads and keeps the input itself, where stock has a copy of it."""
     args = [rand(24, 64), rand(48, 64).detach()]

@@ -28,6 +28,14 @@ ARCHS = (80, 90, 100)
 HALF, WHOLE = torch.bfloat16, torch.float32
 
 
+def written(fn: Any, args: tuple[Any, ...], arch: int, owner: Any = None, chosen: Any = None) -> list[Any]:
+    """The kernels of an inference, in the configuration that `owner.choose` gives, or in `chosen`."""
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad(), config.patch(policy="always", strict=True):
+        if chosen is not None:
+            patch.setattr(owner, "choose", lambda shape, device: chosen)
+        return cuda_codegen.generate(fn, args, run=False, arch=arch).kernels
+
+
 def narrow_code(shape: narrow.Shape, arch: int, chosen: Any = None, transposed: bool = False) -> Any:
     """The machine code of a skinny GEMM, in one configuration or in the default one."""
     assert shape.rows is not None and shape.inner is not None
@@ -40,13 +48,8 @@ def narrow_code(shape: narrow.Shape, arch: int, chosen: Any = None, transposed: 
     def fn(x: Any, right: Any, kept: Any) -> Any:
         return NARROW_MM(x, right, [0.5] * len(right), further, transposed, kept)
 
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        if chosen is not None:
-            patch.setattr(lowering, "choose", lambda shape, device: chosen)
-        with config.patch(policy="always", strict=True):
-            args = (x.t() if turned else x, right, [m.t() if turned else m for m in kept])
-            made = cuda_codegen.generate(fn, args, run=False, arch=arch)
-    templates = [kernel for kernel in made.kernels if kernel.is_template]
+    args = (x.t() if turned else x, right, [m.t() if turned else m for m in kept])
+    templates = [kernel for kernel in written(fn, args, arch, lowering, chosen) if kernel.is_template]
     (kernel,) = [kernel for kernel in templates if "tl.dot(" in kernel.source]
     for beside in templates:
         if beside is not kernel:
@@ -110,9 +113,7 @@ def test_split(arch: int) -> None:
     def fn(*given: Any) -> Any:
         return LORA_SPLIT(list(given), summands, along, sizes, HALF)
 
-    with torch.no_grad(), config.patch(policy="always", strict=True):
-        made = cuda_codegen.generate(fn, tuple(matrices), run=False, arch=arch)
-    (kernel,) = made.kernels
+    (kernel,) = written(fn, tuple(matrices), arch)
     (found,) = cuda_codegen.compile_kernel(kernel.source, arch)
     assert found.fits and not found.spill_bytes, found
 
@@ -133,12 +134,7 @@ def accumulate_code(
         base = base * 2 if loop else base
         return LORA_ACCUMULATE(base, a, b, scales, kept, list(range(len(kept))), shape.dtype)
 
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        if chosen is not None:
-            patch.setattr(accumulate_kernel, "choose", lambda shape, device: chosen)
-        with config.patch(policy="always", strict=True):
-            made = cuda_codegen.generate(fn, (base, a, b, kept), run=False, arch=arch)
-    (kernel,) = made.kernels
+    (kernel,) = written(fn, (base, a, b, kept), arch, accumulate_kernel, chosen)
     assert kernel.is_template
     (found,) = cuda_codegen.compile_kernel(kernel.source, arch)
     return found
@@ -218,13 +214,9 @@ def pair_code(shape: decode.Shape, arch: int, chosen: Any = None) -> list[Any]:
     def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
         return LORA_LINEAR(x, w, [], [], a, b, groups, [2.0] * len(a), True, shape.dtype)
 
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        if chosen is not None:
-            patch.setattr(decode, "choose", lambda shape, device: chosen)
-        with config.patch(policy="always", strict=True):
-            made = cuda_codegen.generate(fn, (x, w, a, b), run=False, arch=arch)
-    assert len(made.kernels) == 2 and all(kernel.is_template for kernel in made.kernels)
-    return [cuda_codegen.compile_kernel(kernel.source, arch)[0] for kernel in made.kernels]
+    made = written(fn, (x, w, a, b), arch, decode, chosen)
+    assert len(made) == 2 and all(kernel.is_template for kernel in made)
+    return [cuda_codegen.compile_kernel(kernel.source, arch)[0] for kernel in made]
 
 
 FEW = {

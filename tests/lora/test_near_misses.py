@@ -85,12 +85,15 @@ def test_gradients_of_a_normalised_linear_attention_are_no_adapters() -> None:
     assert not [site for site in run(fn, args, train=True).sites if site.fusion == "lora"]
 
 
+def in_float16(rows: int, x: float, a: float) -> tuple[torch.Tensor, ...]:
+    """x, w, a, b, of one number each."""
+    fills = {(rows, 64): x, (128, 64): 0.25, (16, 64): a, (128, 16): 1e-4}
+    return tuple(torch.full(shape, fill, dtype=torch.float16) for shape, fill in fills.items())
+
+
 def test_float16_whose_factor_overflows() -> None:
     """What A gives is in the range of float16, twice that is not, and the result is."""
-    x, w, a, b = (torch.full(shape, fill, dtype=torch.float16) for shape, fill in (
-        ((96, 64), 1.0), ((128, 64), 0.25), ((16, 64), 625.0), ((128, 16), 1e-4),
-    ))  # fmt: skip
-    seen = check(linear, (x, w, a, b), budget=2.0)
+    seen = check(linear, in_float16(96, 1.0, 625.0), budget=2.0)
     assert seen.fused("lora") == 1 and all(bool(y.isfinite().all()) for y in seen.outputs)
 
 
@@ -101,10 +104,7 @@ def test_float16_whose_input_is_scaled(rows: int) -> None:
     def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
         return F.linear(x, w) + F.linear(F.linear(x * 2**-10, a), b)
 
-    args = (torch.full(shape, fill, dtype=torch.float16) for shape, fill in (
-        ((rows, 64), 16.0), ((128, 64), 0.25), ((16, 64), 256.0), ((128, 16), 1e-4),
-    ))  # fmt: skip
-    seen = check(fn, tuple(args), budget=2.0)
+    seen = check(fn, in_float16(rows, 16.0, 256.0), budget=2.0)
     assert seen.fused("lora") == 1 and all(bool(y.isfinite().all()) for y in seen.outputs)
     (down,) = targets(seen, NARROW_MM)
     assert list(named(down).scales) == [2**-10]
@@ -116,10 +116,7 @@ def test_float16_whose_tensor_overflows() -> None:
     def fn(x: Any, w: Any, a: Any, b: Any, scale: Any) -> Any:
         return F.linear(x, w) + F.linear(F.linear(x, a), b) * scale
 
-    args = (torch.full(shape, fill, dtype=torch.float16) for shape, fill in (
-        ((96, 64), 1.0), ((128, 64), 0.25), ((16, 64), 625.0), ((128, 16), 1e-4),
-    ))  # fmt: skip
-    seen = check(fn, (*args, torch.tensor(4.0)), budget=2.0)
+    seen = check(fn, (*in_float16(96, 1.0, 625.0), torch.tensor(4.0)), budget=2.0)
     assert not seen.fused("lora") and any("may overflow" in reason for reason in seen.reasons("lora"))
     assert all(bool(y.isfinite().all()) for y in seen.outputs)
 

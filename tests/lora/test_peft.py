@@ -210,15 +210,11 @@ def test_embedding_is_left_to_stock(whole: bool) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("base", "shape"),
-    [
-        (nn.Conv2d(8, 64, 3, padding=1), (2, 8, 8, 8)),
-        (nn.Conv2d(16, 64, 1), (2, 16, 8, 8)),
-        (nn.Conv1d(16, 64, 3, stride=2), (2, 16, 9)),
-    ],
-    ids=["3 x 3", "1 x 1", "1-D"],
-)
+@pytest.mark.parametrize(("base", "shape"), [
+    (nn.Conv2d(8, 64, 3, padding=1), (2, 8, 8, 8)),
+    (nn.Conv2d(16, 64, 1), (2, 16, 8, 8)),
+    (nn.Conv1d(16, 64, 3, stride=2), (2, 16, 9)),
+], ids=["3 x 3", "1 x 1", "1-D"])  # fmt: skip
 def test_convolution_is_left_to_stock(base: nn.Module, shape: tuple[int, ...], whole: bool) -> None:
     model = nn.Sequential(copy.deepcopy(base), nn.ReLU()).bfloat16()
     adapters = peft.LoraConfig(r=8, target_modules=["0"], init_lora_weights=False)

@@ -14,7 +14,7 @@ from torch import nn
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.reasons import Reason
 from tests.block_mm.support import Run, differentiate, run
-from tests.lora.spellings import targets
+from tests.lora.spellings import Adapted, targets
 
 IN, OUT, RANK = 64, 48, 16
 EPS = torch.finfo(torch.bfloat16).eps
@@ -40,20 +40,6 @@ class Quantised(nn.Module):
         if self.first:
             return F.linear(x, self.weight.to(x.dtype) * self.scale[:, None])
         return F.linear(x, self.weight.to(x.dtype)) * self.scale
-
-
-class Adapted(nn.Module):
-    """A base with an adapter, as PEFT spells it."""
-
-    def __init__(self, base: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Linear(IN, RANK, bias=False, dtype=dtype)
-        self.b = nn.Linear(RANK, OUT, bias=False, dtype=dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result = self.base(x)
-        return (result + self.b(self.a(x.to(self.a.weight.dtype))) * 2.0).to(result.dtype)
 
 
 def check(model: Adapted) -> Run:
@@ -82,13 +68,13 @@ def check(model: Adapted) -> Run:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 def test_scales_behind_the_product(dtype: torch.dtype) -> None:
     """The adapter is added to what is no product, by a kernel that adds it to what is in memory."""
-    seen = check(Adapted(Quantised(first=False), dtype))
+    seen = check(Adapted(Quantised(first=False), IN, OUT, RANK, dtype))
     assert len(targets(seen, LORA_ACCUMULATE)) == 1 and not seen.reasons("lora")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 def test_dequantised_first(dtype: torch.dtype) -> None:
-    seen = check(Adapted(Quantised(first=True), dtype))
+    seen = check(Adapted(Quantised(first=True), IN, OUT, RANK, dtype))
     assert not seen.reasons("lora") and not seen.products()
 
 
@@ -105,7 +91,7 @@ def test_torchao(name: str, dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(IN, OUT).bfloat16())
     quantisation.quantize_(model, config())
     assert type(model[0].weight) is not nn.Parameter  # it was quantised
-    seen = check(Adapted(model[0], dtype))
+    seen = check(Adapted(model[0], IN, OUT, RANK, dtype))
     assert len(targets(seen, LORA_ACCUMULATE)) == 1
     # A base without a gradient leaves the adapter's alone.
     assert set(seen.codes("lora")) <= {Reason.USED_ELSEWHERE.code}
@@ -120,5 +106,5 @@ def test_bitsandbytes(kind: str, dtype: torch.dtype) -> None:
         bitsandbytes: Any = pytest.importorskip("bitsandbytes")
     base = bitsandbytes.nn.Linear4bit(IN, OUT, quant_type=kind, compute_dtype=torch.bfloat16).to("cpu")
     assert base.weight.dtype == torch.uint8  # it was quantised
-    seen = check(Adapted(base, dtype))
+    seen = check(Adapted(base, IN, OUT, RANK, dtype))
     assert len(targets(seen, LORA_ACCUMULATE)) == 1 and not seen.reasons("lora")

@@ -23,19 +23,16 @@ def start(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "takes"),
-    [
-        ("INDUCTOR_FUSIONS_ATTENTION", "maybe", "0 or 1"),
-        ("INDUCTOR_FUSIONS", "", "0 or 1"),
-        ("INDUCTOR_FUSIONS", "2", "0 or 1"),
-        ("INDUCTOR_FUSIONS_POLICY", "never", "profitable or always"),
-        ("INDUCTOR_FUSIONS_EMPTY_ROWS", "1", "keep or stock or ignore"),
-        ("INDUCTOR_FUSIONS_STRICT", "raise", "0 or 1"),
-        ("INDUCTOR_FUSIONS_MAX", "-1", "a whole number"),
-        ("INDUCTOR_FUSIONS_MAX", "few", "a whole number"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "takes"), [
+    ("INDUCTOR_FUSIONS_ATTENTION", "maybe", "0 or 1"),
+    ("INDUCTOR_FUSIONS", "", "0 or 1"),
+    ("INDUCTOR_FUSIONS", "2", "0 or 1"),
+    ("INDUCTOR_FUSIONS_POLICY", "never", "profitable or always"),
+    ("INDUCTOR_FUSIONS_EMPTY_ROWS", "1", "keep or stock or ignore"),
+    ("INDUCTOR_FUSIONS_STRICT", "raise", "0 or 1"),
+    ("INDUCTOR_FUSIONS_MAX", "-1", "a whole number"),
+    ("INDUCTOR_FUSIONS_MAX", "few", "a whole number"),
+])  # fmt: skip
 def test_value_that_is_not_understood(name: str, value: str, takes: str) -> None:
     """One line, with the variable and the values that it takes."""
     done = start("import inductor_fusions", **{name: value})
@@ -44,14 +41,11 @@ def test_value_that_is_not_understood(name: str, value: str, takes: str) -> None
     assert name in last and takes in last and repr(value) in last
 
 
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
-        ("INDUCTOR_FUSIONS_ATENTION", "INDUCTOR_FUSIONS_ATTENTION"),
-        ("INDUCTOR_FUSIONS_POLICIES", "INDUCTOR_FUSIONS_POLICY"),
-        ("INDUCTOR_FUSIONS_STRIKT", "INDUCTOR_FUSIONS_STRICT"),
-    ],
-)
+@pytest.mark.parametrize(("name", "nearest"), [
+    ("INDUCTOR_FUSIONS_ATENTION", "INDUCTOR_FUSIONS_ATTENTION"),
+    ("INDUCTOR_FUSIONS_POLICIES", "INDUCTOR_FUSIONS_POLICY"),
+    ("INDUCTOR_FUSIONS_STRIKT", "INDUCTOR_FUSIONS_STRICT"),
+])  # fmt: skip
 def test_unknown_variable(name: str, nearest: str) -> None:
     """A warning with the nearest name; everything works."""
     done = start("import inductor_fusions; print(inductor_fusions.enabled())", **{name: "1"})
@@ -142,19 +136,16 @@ def test_unknown_toggle() -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("entry", "value", "takes"),
-    [
-        ("enabled", None, "0 or 1"),
-        ("attention", "no", "0 or 1"),
-        ("policy", "alway", "profitable or always"),
-        ("attention_kernel", None, "auto or sdpa"),
-        ("skip", ["attention"], "names with commas"),
-        ("max", "x", "a whole number"),
-        ("max", -1, "a whole number"),
-        ("measure_budget", 1.5, "a whole number"),
-    ],
-)
+@pytest.mark.parametrize(("entry", "value", "takes"), [
+    ("enabled", None, "0 or 1"),
+    ("attention", "no", "0 or 1"),
+    ("policy", "alway", "profitable or always"),
+    ("attention_kernel", None, "auto or sdpa"),
+    ("skip", ["attention"], "names with commas"),
+    ("max", "x", "a whole number"),
+    ("max", -1, "a whole number"),
+    ("measure_budget", 1.5, "a whole number"),
+])  # fmt: skip
 def test_assigned_value_that_is_not_understood(entry: str, value: object, takes: str) -> None:
     """The assignment raises, not the compile after it, and nothing changes."""
     before = getattr(config, entry)

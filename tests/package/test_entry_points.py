@@ -28,16 +28,13 @@ def fusion(name: str, read: Callable = lambda scope, matches: (), **options: Any
 # -- order ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "order"),
-    [
-        ([("a", {}), ("b", {}), ("c", {})], "abc"),
-        ([("a", {}), ("b", {}), ("c", {"before": ("a",)})], "bca"),
-        ([("a", {"after": ("c",)}), ("b", {}), ("c", {})], "bca"),
-        ([("a", {"after": ("c",)}), ("b", {"after": ("a",)}), ("c", {})], "cab"),
-        ([("a", {"before": ("nobody",)}), ("b", {"after": ("nobody",)})], "ab"),
-    ],
-)
+@pytest.mark.parametrize(("given", "order"), [
+    ([("a", {}), ("b", {}), ("c", {})], "abc"),
+    ([("a", {}), ("b", {}), ("c", {"before": ("a",)})], "bca"),
+    ([("a", {"after": ("c",)}), ("b", {}), ("c", {})], "bca"),
+    ([("a", {"after": ("c",)}), ("b", {"after": ("a",)}), ("c", {})], "cab"),
+    ([("a", {"before": ("nobody",)}), ("b", {"after": ("nobody",)})], "ab"),
+])  # fmt: skip
 def test_order(given: list, order: str) -> None:
     found = registry.ordered(fusion(name, **options) for name, options in given)
     assert "".join(f.name for f in found) == order
@@ -140,17 +137,14 @@ def test_right_fusion(also_run: Callable) -> None:
     assert len(found.calls("tanh")) == 2 and not found.calls("sigmoid")
 
 
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        (raises, "on purpose"),
-        (wrong_shape, "has the shape []"),
-        (wrong_dtype, "float64"),
-        (wrong_argument, "matmul"),
-        (wrong_order, "used before it has been defined"),
-        (wrong_inputs, "inputs"),
-    ],
-)
+@pytest.mark.parametrize(("how", "says"), [
+    (raises, "on purpose"),
+    (wrong_shape, "has the shape []"),
+    (wrong_dtype, "float64"),
+    (wrong_argument, "matmul"),
+    (wrong_order, "used before it has been defined"),
+    (wrong_inputs, "inputs"),
+])  # fmt: skip
 def test_broken_fusion_is_undone(
     how: Callable, says: str, also_run: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -355,18 +349,14 @@ def test_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(found.values())) == len(found) == 4
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("raise RuntimeError('on purpose')", "on purpose"),
-        ("FUSION = 3", "it is a int, not a Fusion"),
-        ("pass", "FUSION"),
-        (MODULE.replace('"swish", "pre_grad"', '"swish", "first"'), "stage 'first'"),
-        (MODULE.replace('before=("attention",)', 'before="qkv"'), "not 'qkv'"),
-        (MODULE.replace('Fusion("swish"', 'Fusion("attention"'), "already"),
-    ],
-    ids=["raises", "no-fusion", "no-name", "no-stage", "no-tuple", "same-name"],
-)
+@pytest.mark.parametrize(("text", "says"), [
+    ("raise RuntimeError('on purpose')", "on purpose"),
+    ("FUSION = 3", "it is a int, not a Fusion"),
+    ("pass", "FUSION"),
+    (MODULE.replace('"swish", "pre_grad"', '"swish", "first"'), "stage 'first'"),
+    (MODULE.replace('before=("attention",)', 'before="qkv"'), "not 'qkv'"),
+    (MODULE.replace('Fusion("swish"', 'Fusion("attention"'), "already"),
+], ids=["raises", "no-fusion", "no-name", "no-stage", "no-tuple", "same-name"])  # fmt: skip
 def test_entry_point_that_does_not_load(text: str, says: str, installed: Path) -> None:
     """It is named in a warning, and everything else works."""
     (installed / "swish_package" / "fusions.py").write_text(text)

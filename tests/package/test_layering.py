@@ -210,59 +210,53 @@ FAKE_MODULES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("driver", "import torch._inductor.config"),
-        ("driver", "import torch._dynamo as d"),
-        ("driver", "from torch import _inductor"),
-        ("driver", "from torch._subclasses.fake_tensor import FakeTensorMode"),
-        ("driver", "import torch\ndef f(): torch._dynamo.reset()"),
-        ("driver", "import torch as t\nt._functorch"),
-        ("driver", "import torch\ntorch._grouped_mm"),
-        ("driver", "import importlib\nimportlib.import_module('torch._higher_order_ops')"),
-        ("driver", "from . import fusions"),
-        ("driver", "from .registration import enable"),
-        ("driver", "def f():\n    from inductor_fusions import registration"),
-        ("driver", "from inductor_fusions import explain"),
-        ("config", "from . import reporting"),
-        ("cli", "from .registration import enable"),
-        ("fusions.qkv", "from . import lora"),
-        ("fusions.qkv", "from inductor_fusions.fusions.lora import FUSION"),
-        ("fusions.qkv", "from .. import driver"),
-        ("fusions.qkv", "from inductor_fusions.fusions import FUSIONS"),
-        ("fusions.attention.masks", "from ..qkv import FUSION"),
-        ("surprise", ""),
-        ("driver", "from ._inductor.shapes import hint"),
-        ("driver", "from ._inductor import shapes"),
-        ("_inductor.shapes", "from ..config import patch"),
-        ("_inductor.loading", "from .versions import torch_version"),
-        ("_inductor.hooks", "from . import torch_version"),
-        ("_inductor.surprise", ""),
-    ],
-)
+@pytest.mark.parametrize(("module", "source"), [
+    ("driver", "import torch._inductor.config"),
+    ("driver", "import torch._dynamo as d"),
+    ("driver", "from torch import _inductor"),
+    ("driver", "from torch._subclasses.fake_tensor import FakeTensorMode"),
+    ("driver", "import torch\ndef f(): torch._dynamo.reset()"),
+    ("driver", "import torch as t\nt._functorch"),
+    ("driver", "import torch\ntorch._grouped_mm"),
+    ("driver", "import importlib\nimportlib.import_module('torch._higher_order_ops')"),
+    ("driver", "from . import fusions"),
+    ("driver", "from .registration import enable"),
+    ("driver", "def f():\n    from inductor_fusions import registration"),
+    ("driver", "from inductor_fusions import explain"),
+    ("config", "from . import reporting"),
+    ("cli", "from .registration import enable"),
+    ("fusions.qkv", "from . import lora"),
+    ("fusions.qkv", "from inductor_fusions.fusions.lora import FUSION"),
+    ("fusions.qkv", "from .. import driver"),
+    ("fusions.qkv", "from inductor_fusions.fusions import FUSIONS"),
+    ("fusions.attention.masks", "from ..qkv import FUSION"),
+    ("surprise", ""),
+    ("driver", "from ._inductor.shapes import hint"),
+    ("driver", "from ._inductor import shapes"),
+    ("_inductor.shapes", "from ..config import patch"),
+    ("_inductor.loading", "from .versions import torch_version"),
+    ("_inductor.hooks", "from . import torch_version"),
+    ("_inductor.surprise", ""),
+])  # fmt: skip
 def test_layers_are_enforced(module: str, source: str) -> None:
     assert violations(source, f"{PACKAGE}.{module}", modules=FAKE_MODULES)
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("_inductor", "import torch._inductor.config\nfrom torch._dynamo import utils"),
-        ("_inductor", "from .shapes import hint\nfrom . import probing"),
-        ("_inductor.hooks", "from torch._inductor import config\nfrom . import loading, versions"),
-        ("driver", "import torch\nfrom torch.fx.experimental import symbolic_shapes\ntorch.ops.aten.mm"),
-        ("driver", "import torch\ntorch._check(True)\ntorch.__version__"),
-        ("driver", "from . import _inductor\nfrom ._inductor import hint"),
-        ("driver", "from . import fusion, reporting"),
-        ("registration", "from . import driver\nfrom .fusions import FUSIONS"),
-        ("fusions", "from .attention import FUSION\nfrom . import qkv"),
-        ("fusions.qkv", "from ..block_mm import op\nfrom .. import decisions, fusion"),
-        ("fusions.attention.masks", "from . import masks\nfrom ...reporting import Site"),
-        ("testing", "from .registration import enable\nimport inductor_fusions"),
-        ("cli", "import inductor_fusions\nfrom inductor_fusions import explain\nfrom .demo import run"),
-    ],
-)
+@pytest.mark.parametrize(("module", "source"), [
+    ("_inductor", "import torch._inductor.config\nfrom torch._dynamo import utils"),
+    ("_inductor", "from .shapes import hint\nfrom . import probing"),
+    ("_inductor.hooks", "from torch._inductor import config\nfrom . import loading, versions"),
+    ("driver", "import torch\nfrom torch.fx.experimental import symbolic_shapes\ntorch.ops.aten.mm"),
+    ("driver", "import torch\ntorch._check(True)\ntorch.__version__"),
+    ("driver", "from . import _inductor\nfrom ._inductor import hint"),
+    ("driver", "from . import fusion, reporting"),
+    ("registration", "from . import driver\nfrom .fusions import FUSIONS"),
+    ("fusions", "from .attention import FUSION\nfrom . import qkv"),
+    ("fusions.qkv", "from ..block_mm import op\nfrom .. import decisions, fusion"),
+    ("fusions.attention.masks", "from . import masks\nfrom ...reporting import Site"),
+    ("testing", "from .registration import enable\nimport inductor_fusions"),
+    ("cli", "import inductor_fusions\nfrom inductor_fusions import explain\nfrom .demo import run"),
+])  # fmt: skip
 def test_layers_allow(module: str, source: str) -> None:
     is_package = module in ("fusions", "_inductor")
     assert violations(source, f"{PACKAGE}.{module}", is_package, FAKE_MODULES) == []

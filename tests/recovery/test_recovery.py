@@ -134,16 +134,13 @@ def test_a_failure_of_stock_is_its_own(stage: str, caplog: pytest.LogCaptureFixt
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        torch._dynamo.exc.SkipFrame,
-        torch._dynamo.exc.TensorifyScalarRestartAnalysis,
-        torch.OutOfMemoryError,
-        MemoryError,
-        KeyboardInterrupt,
-    ],
-)
+@pytest.mark.parametrize("make", [
+    torch._dynamo.exc.SkipFrame,
+    torch._dynamo.exc.TensorifyScalarRestartAnalysis,
+    torch.OutOfMemoryError,
+    MemoryError,
+    KeyboardInterrupt,
+])  # fmt: skip
 def test_for_the_caller(make: Callable[[str], BaseException]) -> None:
     """Dynamo's control flow, and what another form of the graph would not help."""
     model = torch.fx.symbolic_trace(lambda x: (x.sin(),))

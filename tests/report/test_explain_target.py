@@ -127,14 +127,11 @@ def test_every_known_device_is_a_target(name):
 
 
 @absent
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--target", "h201"], "unknown device"),
-        (["--target", "h200", "--device", "cpu"], "exclude each other"),
-        (["--target", "h200", "--train"], "needs a GPU in this machine"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--target", "h201"], "unknown device"),
+    (["--target", "h200", "--device", "cpu"], "exclude each other"),
+    (["--target", "h200", "--train"], "needs a GPU in this machine"),
+])  # fmt: skip
 def test_mistakes_on_the_command_line(arguments, message):
     done = CliRunner().invoke(cli.app, ["explain", "bert", *arguments])
     assert done.exit_code == 2

@@ -202,15 +202,12 @@ def test_one_site_that_is_not_fused(unsaid: None, caplog: pytest.LogCaptureFixtu
     assert said.startswith("a site was not fused: because. To see each: ")
 
 
-@pytest.mark.parametrize(
-    "graphs",
-    [
-        [[]],
-        [[missed(verdict="left to stock")]],  # as good as it can be
-        [[Site("attention", "fused", "n")], [missed()]],
-        [[missed(), Site("attention", "fused", "n")]],
-    ],
-)
+@pytest.mark.parametrize("graphs", [
+    [[]],
+    [[missed(verdict="left to stock")]],  # as good as it can be
+    [[Site("attention", "fused", "n")], [missed()]],
+    [[missed(), Site("attention", "fused", "n")]],
+])  # fmt: skip
 def test_nothing_to_say(graphs: list, unsaid: None, caplog: pytest.LogCaptureFixture) -> None:
     assert warnings_of(caplog, *graphs) == []
 
@@ -236,17 +233,14 @@ def test_said_by_a_compile(name: str, unsaid: None, caplog: pytest.LogCaptureFix
 # -- names ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
-        ("L['self'].layers.3.attention", "layers.3.attention"),
-        ("L['self']._modules['layers']._modules['3'].attention", "layers.3.attention"),
-        ("L['m'].__dict__._modules.base.__dict__._modules.model.layers.3", "base.model.layers.3"),
-        ("L['fn'].layers[3].attention", "layers.3.attention"),
-        ("L['self']", ""),
-        ("G['model'].encoder", "encoder"),
-    ],
-)
+@pytest.mark.parametrize(("path", "said"), [
+    ("L['self'].layers.3.attention", "layers.3.attention"),
+    ("L['self']._modules['layers']._modules['3'].attention", "layers.3.attention"),
+    ("L['m'].__dict__._modules.base.__dict__._modules.model.layers.3", "base.model.layers.3"),
+    ("L['fn'].layers[3].attention", "layers.3.attention"),
+    ("L['self']", ""),
+    ("G['model'].encoder", "encoder"),
+])  # fmt: skip
 def test_module_path(path: str, said: str) -> None:
     node = torch.fx.Graph().placeholder("x")
     node.meta["nn_module_stack"] = {"0": ("L['self']", object), "1": (path, object)}

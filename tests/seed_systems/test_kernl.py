@@ -19,6 +19,7 @@ from inductor_fusions import config, testing
 from inductor_fusions.fusions.linear_epilogue import MOST_ROWS
 from tests import blocks
 from tests.gpu import templates
+from tests.models import zoo
 from tests.seed_systems.support import LOWEST, QUICK, check, launched, leaf, on, padding, qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -353,49 +354,35 @@ def test_K12_llama_layer(device: torch.device) -> None:
         assert fused == {"attention": 1, "qkv": 1, "gated_mlp": 1}
 
 
+def speech() -> dict[str, Any]:
+    ids = torch.randint(3, zoo.VOCABULARY, (2, 6))
+    return {"input_features": torch.randn(2, 16, 40), "decoder_input_ids": ids}
+
+
+T5 = dict(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+SPEECH = {"num_mel_bins": 16, "max_source_positions": 20, "max_target_positions": 32}
+SPEECH |= {name: value for name, value in zoo.BOTH.items() if name != "max_position_embeddings"}
 FAMILIES = {
-    "bert": ("Bert", 2),
-    "roberta": ("Roberta", 2),
-    "t5": ("T5", 6),
-    "whisper": ("Whisper", 6),
-    "llama": ("Llama", 2),
+    "bert": zoo.Architecture("BertModel", "BertConfig", zoo.ENCODER, zoo.tokens),
+    "roberta": zoo.Architecture("RobertaModel", "RobertaConfig", zoo.ENCODER, zoo.tokens),
+    "t5": zoo.Architecture("T5Model", "T5Config", T5, zoo.seq2seq, 6),
+    "whisper": zoo.Architecture("WhisperModel", "WhisperConfig", SPEECH, speech, 6),
+    "llama": zoo.Architecture("LlamaModel", "LlamaConfig", zoo.GROUPED, zoo.tokens),
 }
-
-
-def family(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A tiny model with attention written out, and a padded batch."""
-    transformers = pytest.importorskip("transformers")
-    from tests.models import zoo
-
-    prefix = FAMILIES[name][0]
-    inputs = zoo.seq2seq() if name == "t5" else zoo.tokens()
-    options: dict[str, Any] = zoo.ENCODER
-    if name == "t5":
-        options = dict(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
-    elif name == "whisper":
-        options = {**zoo.BOTH, "num_mel_bins": 16, "max_source_positions": 20, "max_target_positions": 32}
-        options.pop("max_position_embeddings")
-        ids = torch.randint(3, zoo.VOCABULARY, (2, 6))
-        inputs = {"input_features": torch.randn(2, 16, 40), "decoder_input_ids": ids}
-    elif name == "llama":
-        options = zoo.GROUPED
-    torch.manual_seed(0)
-    configuration = getattr(transformers, f"{prefix}Config")(**options)
-    configuration.use_cache = False
-    model = getattr(transformers, f"{prefix}Model")._from_config(configuration, attn_implementation="eager")
-    return model.eval(), inputs
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_K13_models(name: str, device: torch.device) -> None:
     """Every attention of a whole model, in inference and in training."""
-    model, inputs = family(name)
-    check(model, inputs, device, fused=FAMILIES[name][1], train=True, backend=QUICK, slack=8.0)
+    pytest.importorskip("transformers")
+    family = FAMILIES[name]
+    check(family.build(), family.inputs(), device, fused=family.sites, train=True, backend=QUICK, slack=8.0)
 
 
 @pytest.mark.slow
 def test_K13_model_in_full(device: torch.device) -> None:
     """As Inductor compiles it."""
-    model, inputs = family("roberta")
-    found = check(model, inputs, device, fused=None, train=False, slack=8.0)
+    pytest.importorskip("transformers")
+    family = FAMILIES["roberta"]
+    found = check(family.build(), family.inputs(), device, fused=None, train=False, slack=8.0)
     assert sum(site.fusion == "attention" for site in found.ours.fused) == 2

@@ -8,13 +8,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from .. import config
-from .._inductor import hint, was_erased
+from .._inductor import Match, hint, was_erased
 from ..block_mm import emit, guards, units
 from ..block_mm.columns import Columns, columns, halves, is_apart
 from ..block_mm.expressions import (
@@ -47,9 +47,6 @@ from ..graph.products import (
 )
 from ..operands import holds, tensor, value
 from ..reasons import Reason, Said
-
-if TYPE_CHECKING:
-    from .._inductor import Match
 
 aten = torch.ops.aten
 

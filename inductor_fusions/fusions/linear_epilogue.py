@@ -11,12 +11,12 @@ may read the weight faster than the library's GEMM does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
-from .._inductor import known_true, was_erased
+from .._inductor import Match, known_true, was_erased
 from ..block_mm import emit, guards, units
 from ..block_mm.expressions import Expressions, behind, between, leaves, named
 from ..fusion import Candidate, Fusion, Scope, nodes_of
@@ -36,9 +36,6 @@ from ..graph.products import (
 )
 from ..operands import known_size, tensor, value
 from ..reasons import Reason
-
-if TYPE_CHECKING:
-    from .._inductor import Match
 
 aten = torch.ops.aten
 

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
 
-from ..._inductor import drops_narrow_casts, known_true
+from ..._inductor import Match, drops_narrow_casts, known_true
 from ...decisions.problems import FEW_ROWS
 from ...effects import liveness
 from ...effects.inplace import overwritten
@@ -52,9 +52,6 @@ from ...reasons import Reason
 from . import narrow, profit
 from .adapters import is_low_rank
 from .op import LORA_DOWN, LORA_DROPPED_DOWN, ROUNDED
-
-if TYPE_CHECKING:
-    from ..._inductor import Match
 
 
 @dataclass(frozen=True)

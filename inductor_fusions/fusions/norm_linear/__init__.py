@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from ... import config
-from ..._inductor import max_autotune
+from ..._inductor import Match, max_autotune
 from ...block_mm import guards
 from ...block_mm.heuristics import choose
 from ...block_mm.op import BLOCK_MM, Call
@@ -29,9 +29,6 @@ from ...graph.products import RESHAPES, is_pointwise, kind, readers, same_sizes,
 from ...operands import value
 from ...reasons import Reason
 from .recognise import MEANS, Norm, norm_of
-
-if TYPE_CHECKING:
-    from ..._inductor import Match
 
 aten = torch.ops.aten
 

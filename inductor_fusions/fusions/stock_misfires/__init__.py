@@ -31,9 +31,9 @@ form.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ..._inductor import (
+    Match,
     is_body_of_dynamo,
     patterns_ignore_constants,
     patterns_ignore_the_scale,
@@ -47,9 +47,6 @@ from .reductions import REDUCTIONS, Softmax, Sum, reduction_of
 from .returned import returned
 from .scores import Alpha, divided
 from .walk import between, name_of, nearest_product
-
-if TYPE_CHECKING:
-    from ..._inductor import Match
 
 _SDPA = "scaled_dot_product_attention"
 

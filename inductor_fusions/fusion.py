@@ -13,16 +13,13 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import fx
 
-from ._inductor import was_erased
+from ._inductor import Match, was_erased
 from .reasons import LeftToStock as LeftToStock
 from .reasons import Rejected as Rejected
-
-if TYPE_CHECKING:
-    from ._inductor import Match
 
 Stage = Literal["pre_grad", "post_grad"]
 

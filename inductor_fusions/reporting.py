@@ -342,17 +342,14 @@ def _restore_backends(counted: set[str]) -> None:
     torch 2.11 runs the pre-grad passes before the cache look-up, so these sites are known without backends.
     """
     for start, entry in enumerate(_entries):
-        if entry.batch not in counted or not any(_lacks_backend(each.site) for each in _entries[start:]):
+        fused = [each.site for each in _entries[start:] if each.site.verdict == "fused"]
+        if entry.batch not in counted or all(site.backend for site in fused):
             continue
         kept = records.read(entry.batch) or []
         sites = [each.site for each in _entries[start : start + len(kept)]]
         if records.key(sites) == records.key(kept):
             for site, known in zip(sites, kept, strict=True):
                 site.backend = site.backend or known.backend
-
-
-def _lacks_backend(site: Site) -> bool:
-    return site.verdict == "fused" and not site.backend
 
 
 # -- where nothing was fused ----------------------------------------------------------------------

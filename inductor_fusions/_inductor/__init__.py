@@ -143,6 +143,8 @@ from .versions import (
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._inductor.pattern_matcher import Match, PatternExpr
+else:
+    Match = PatternExpr = Any  # of annotations: importing the matcher takes seconds
 
 
 def __getattr__(name: str) -> Any:

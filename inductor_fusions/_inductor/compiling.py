@@ -12,15 +12,13 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import fx
 
 from .loading import inductor_config
 from .shapes import fake_mode_of
-
-if TYPE_CHECKING:
-    from torch import fx
 
 
 @contextlib.contextmanager

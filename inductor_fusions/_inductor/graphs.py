@@ -11,15 +11,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import fx
 
 from .shapes import suppress_guards
 from .versions import torch_version
-
-if TYPE_CHECKING:
-    from torch import fx
 
 
 def was_erased(node: fx.Node) -> bool:

@@ -10,14 +10,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import fx
 
 from .loading import when_loaded
-
-if TYPE_CHECKING:
-    from torch import fx
 
 _MODULE = "torch._inductor.compile_fx"
 #: Marks what stands in for a function of Inductor.

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
-
-if TYPE_CHECKING:
-    from torch import fx
 
 
 def known_true(condition: Any) -> bool:

@@ -17,7 +17,6 @@ from ..graph.products import SPLITS, VIEWS, Product, identity, product
 from ..operands import tokens_of, value
 from ..reasons import Reason, Said
 from .heuristics import choose, decided
-from .op import Call
 from .problem import Problem, describe, of_operands
 
 #: Bulk copies and vector loads take 16 bytes at a time.
@@ -167,19 +166,16 @@ def check_products(products: Sequence[Product]) -> None:
 def problem(groups: Sequence[Sequence[Product]], gated: bool = False, activation: str = "") -> Problem:
     """The sizes of a grouped GEMM of these products, with the activation of the first group."""
     flat = [(index, p) for index, group in enumerate(groups) for p in group]
-    return _problem(
+    return problem_of(
         [p.a for _, p in flat], [p.b for _, p in flat], [index for index, _ in flat], gated, activation
     )
 
 
-def problem_of(call: Call) -> Problem:
-    """The sizes of a call of the operation in a graph."""
-    return _problem(call.a, call.b, call.groups, call.gated, call.names[0])
-
-
-def _problem(
+def problem_of(
     a: Sequence[fx.Node], b: Sequence[fx.Node], groups: Sequence[int], gated: bool, activation: str
 ) -> Problem:
+    """The sizes of a call of the operation in a graph."""
+
     def shape(node: fx.Node) -> tuple[tuple[object, ...], tuple[object, ...]]:
         return tuple(value(node).shape), tuple(value(node).stride())
 

@@ -116,10 +116,10 @@ class Lowering(Call):
         for p, left in enumerate(self.a):
             if left.get_dtype() not in guards.DTYPES:
                 raise Rejected(f"no kernel supports matrices of dtype {left.get_dtype()}")
-            inner = _inductor.static(left.get_size()[1])
-            if left.get_dtype() != first and not (
-                _repeats(self.groups, p) and _small(inner, left.get_dtype())
-            ):
+            # One step of a kernel, whose steps were chosen for another dtype, has to hold it.
+            inner, itemsize = _inductor.static(left.get_size()[1]), left.get_dtype().itemsize
+            small = isinstance(inner, int) and inner * itemsize <= 128
+            if left.get_dtype() != first and not (small and _repeats(self.groups, p)):
                 raise Rejected("a product has another dtype and is not a low-rank adapter")
 
     def _structure(self) -> tuple[list[tuple[str, Any]], template.Structure]:
@@ -196,11 +196,6 @@ def stock_products(
     text = f"{names}{products}"
     run.__name__ = f"stock_products_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     return run
-
-
-def _small(size: Any, dtype: torch.dtype) -> bool:
-    """Whether a product fits into one step of a kernel whose steps were chosen for another dtype."""
-    return isinstance(size, int) and size * dtype.itemsize <= 128
 
 
 def _aligned(x: Any) -> bool:

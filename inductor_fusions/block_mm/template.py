@@ -181,7 +181,10 @@ def _is_one_loop(structure: Structure, groups: Sequence[dict[str, Any]]) -> bool
     so without a loop over K inside, and where behind that loop the sum is scaled, or a product has operands
     of another layout or dtype.
     """
-    if structure.gated or len({_signature(structure, g) for g in range(len(groups))}) != 1:
+    found: list[list[Any]] = [[] for _ in groups]  # all but operands, outputs and sizes of each
+    for f in structure.factors if not structure.gated else ():
+        found[f.group].append((f.a.inner, f.b.inner, f.scale, f.size, f.precision, f.dtype))
+    if structure.gated or any(each != found[0] for each in found):
         return False
     steps = groups[0]["steps"]
     if len(groups) == 1 or groups[0]["chained"]:
@@ -194,12 +197,6 @@ def _is_one_loop(structure: Structure, groups: Sequence[dict[str, Any]]) -> bool
 def _is_flat(group: dict[str, Any]) -> bool:
     """Whether Triton makes one loop of those over tiles and over K: where a tile has one loop over K."""
     return group["chained"] or sum(not step.single for step in group["steps"]) == 1
-
-
-def _signature(structure: Structure, group: int) -> tuple[Any, ...]:
-    """Equal for groups that can share a loop: all but operands, outputs and sizes of a group."""
-    members = [f for f in structure.factors if f.group == group]
-    return tuple((f.a.inner, f.b.inner, f.scale, f.size, f.precision, f.dtype) for f in members)
 
 
 def _section(groups: list[dict[str, Any]], joined: bool) -> dict[str, Any]:

@@ -114,14 +114,9 @@ def load(device: torch.device) -> Table | None:
         return None
     if company() == "together":
         _compare_device(tables.device_name(device))
-    if not _may_have():
+    if not (_found(company()) or _added):  # asked before the device, which takes longer
         return None
     return _table(company(), file_name(device), tables.device_name(device))
-
-
-def _may_have() -> bool:
-    """Whether there may be rows at all; asked before the device, which takes longer."""
-    return bool(_found(company())) or _added
 
 
 @functools.lru_cache

@@ -64,6 +64,8 @@ _LLAMA_QUARTER = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "vocab_size": 32064,
+    "bos_token_id": 32062,
+    "eos_token_id": 32063,
     "num_hidden_layers": 2,
 }
 _TINY_VOCABULARY = {"vocab_size": 1000, "bos_token_id": 1, "eos_token_id": 2}
@@ -81,7 +83,7 @@ def cases(size: str) -> list[Case]:
         return [_BERT, _LLAMA, replace(_LLAMA, title="Llama, training step", train=True), _T5]
     if size == "small":
         bert = replace(_BERT, batch=2, seq=512, overrides={"num_hidden_layers": 3})
-        llama = replace(_LLAMA, seq=2048, overrides={**_LLAMA_QUARTER, **_ids_below(32064)})
+        llama = replace(_LLAMA, seq=2048, overrides=_LLAMA_QUARTER)
         t5 = replace(_T5, batch=1, seq=512, overrides={"num_layers": 2, "num_decoder_layers": 2})
         train = replace(llama, title="Llama, training step", seq=1024, train=True)
     else:
@@ -91,10 +93,6 @@ def cases(size: str) -> list[Case]:
         t5 = replace(_T5, batch=2, seq=48, overrides={**_TINY_T5, "vocab_size": 1000})
         train = replace(llama, title="Llama, training step", train=True)
     return [bert, llama, train, t5]
-
-
-def _ids_below(vocabulary: int) -> dict[str, int]:
-    return {"bos_token_id": vocabulary - 2, "eos_token_id": vocabulary - 1}
 
 
 def build(case: Case, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:

@@ -182,7 +182,9 @@ def _after(node: fx.Node, state: State, before: dict[fx.Node, State]) -> State:
         before[node] = state
         given: tuple[Any, ...] = node.args
         device, (dtype, enabled) = _device_of(node), given[1:3] if len(given) > 2 else (None, True)
-        casts = {**dict(state.autocast), device: _dtype_of(device, dtype) if enabled else None}
+        if enabled and not isinstance(dtype, torch.dtype):
+            dtype = torch.get_autocast_dtype(device)
+        casts = {**dict(state.autocast), device: dtype if enabled else None}
         return replace(state, autocast=tuple(sorted(casts.items(), key=lambda item: item[0])))
     if name == "_exit_autocast":
         return replace(state, autocast=_entered(node, before, state).autocast)
@@ -239,7 +241,3 @@ def _device_of(enter: fx.Node) -> str:
 
 def _ambient_autocast(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def _dtype_of(device: str, dtype: Any) -> torch.dtype:
-    return dtype if isinstance(dtype, torch.dtype) else torch.get_autocast_dtype(device)

@@ -95,13 +95,8 @@ def tree(lines: Sequence[Line], level: int = 1) -> list[Line | Group]:
         last.items.append(line)
     for group in found:
         if isinstance(group, Group) and group.path:
-            group.items = tree([line for item in group.items for line in _only(item)], level + 1)
+            group.items = tree([item for item in group.items if isinstance(item, Line)], level + 1)
     return found
-
-
-def _only(item: Line | Group) -> list[Line]:
-    assert isinstance(item, Line)
-    return [item]
 
 
 def _layer(path: str, level: int) -> str | None:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from .. import config
-from .._inductor import known_true, was_erased
+from .._inductor import Match, known_true, was_erased
 from ..block_mm import emit, guards, units
 from ..block_mm.expressions import Expressions, behind, between, leaves, named
 from ..fusion import Candidate, Fusion, Scope, nodes_of
@@ -39,9 +39,6 @@ from ..graph.products import (
 )
 from ..operands import known_size, tensor, value
 from ..reasons import Reason
-
-if TYPE_CHECKING:
-    from .._inductor import Match
 
 aten = torch.ops.aten
 
@@ -79,17 +76,13 @@ def _whole_activation(linear: Product, expressions: Expressions) -> tuple[fx.Nod
             continue
         expression = expressions.of(node)
         name = named(expression, linear.node) if leaves(expression) == {linear.node} else None
-        if name and _only_between(node, linear.node):
+        inside = between(node, {linear.node}) if name else set()
+        if name and all(user in inside for each in inside - {node} for user in each.users):
             # The last one counts: that of silu comes after that of its sigmoid. A cast back to float32 would
             # only make the result twice as large.
             if value(node).dtype.itemsize <= value(linear.node).dtype.itemsize or found is None:
                 found = node, name
     return found
-
-
-def _only_between(root: fx.Node, linear: fx.Node) -> bool:
-    inside = between(root, {linear})
-    return all(user in inside for node in inside - {root} for user in node.users)
 
 
 def _linears_before(activations: Sequence[fx.Node]) -> list[fx.Node]:
@@ -102,14 +95,11 @@ def _linears_before(activations: Sequence[fx.Node]) -> list[fx.Node]:
             for argument in node.all_input_nodes
             if tensor(argument) is not None
         ]
-        found.update(dict.fromkeys(source for source in sources if _is_linear(source)))
+        linears = [s for s in sources if product(s) is not None or batched_linear(s) is not None]
+        found.update(dict.fromkeys(linears))
         edge = [s for s in dict.fromkeys(sources) if s not in seen and s not in found and is_pointwise(s)]
         seen.update(edge)
     return sorted(found)
-
-
-def _is_linear(node: fx.Node) -> bool:
-    return product(node) is not None or batched_linear(node) is not None
 
 
 def _has_nonlinear_tail(node: fx.Node, steps: int = _STEPS) -> bool:

@@ -7,17 +7,12 @@ written so. Two functions say what is replaced by what.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from .._inductor import known_true
+from .._inductor import Match, known_true
 from ..fusion import Fusion
 from ..operands import tensor
 from ..reasons import Reason
-
-if TYPE_CHECKING:
-    from .._inductor import Match
 
 
 def of_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

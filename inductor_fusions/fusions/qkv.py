@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
-from .._inductor import was_erased
+from .._inductor import Match, was_erased
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
 from ..block_mm.sums import Sum, sum_of_products
@@ -34,9 +34,6 @@ from ..graph.products import (
 )
 from ..operands import value
 from ..reasons import Reason
-
-if TYPE_CHECKING:
-    from .._inductor import Match
 
 
 def _sharing(found: Sequence[Product], operand: str) -> list[list[Product]]:

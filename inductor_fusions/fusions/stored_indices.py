@@ -9,22 +9,19 @@ smaller than what is gathered with it, it is materialised here, once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from .. import _inductor
-from .._inductor import hint
+from .._inductor import Match, hint
 from ..fusion import Candidate, Fusion, Scope, nodes_of
 from ..graph.builder import Builder
 from ..graph.products import CASTS, VIEWS, is_pointwise
 from ..lowering import define
 from ..operands import tensor, text, value
 from ..reasons import Reason
-
-if TYPE_CHECKING:
-    from .._inductor import Match
 
 aten = torch.ops.aten
 

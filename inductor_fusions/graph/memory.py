@@ -123,7 +123,7 @@ class Memory:
         gone = {
             node
             for node in (forms | set(made)) - reads
-            if (node in self._values or node in made) and _is_read_by(node, inner)
+            if (node in self._values or node in made) and set() < set(readers(node)) <= inner
         }
         births = {node: self._values[node].birth for node in reads if node in self._values}
         births |= dict.fromkeys(made, position)
@@ -416,12 +416,6 @@ def _is_stored(node: fx.Node, users: Iterable[fx.Node]) -> bool:
     if node.op != "call_function" or is_view(node) or tensor(node) is None:
         return False
     return kind(node).kernel or any(user.op == "output" or kind(user).kernel for user in users)
-
-
-def _is_read_by(node: fx.Node, readers_: set[fx.Node]) -> bool:
-    """Whether somebody reads a value, and nobody but these."""
-    found = set(readers(node))
-    return bool(found) and found <= readers_
 
 
 def _bytes(node: fx.Node) -> int:

@@ -238,16 +238,13 @@ def products_of(nodes: Iterable[fx.Node]) -> list[Product]:
     """
     found: list[Product] = []
     for node in nodes:
-        sliced = [read for user in node.users if (read := _of_padded(user)) is not None]
+        slices = [user for user in node.users if _of_padded_rows(user) is not None]
+        sliced = [read for user in slices if (read := product(user)) is not None]
         whole = product(node)
         if whole is not None and (not sliced or len(sliced) < len(node.users)):
             found.append(whole)
         found += sliced
     return sorted(found, key=lambda p: p.node)
-
-
-def _of_padded(node: fx.Node) -> Product | None:
-    return product(node) if _of_padded_rows(node) is not None else None
 
 
 def _same(first: Any, second: Any) -> bool:

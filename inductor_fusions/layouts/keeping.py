@@ -42,7 +42,8 @@ class Keeping:
         seen = [] if recomputed else [*given, *(node for node in returned if isinstance(node, fx.Node))]
         self.in_other_hands = {storage(node) for node in seen} - {None}
         #: Memory of expanded inputs that require a gradient: each repetition has a gradient of its own.
-        self.repeated = {storage(n) for n in given if _repeats(n) and _requires_grad(n)} - {None}
+        trained = [n for n in given if (held := tensor(n)) is not None and held.requires_grad]
+        self.repeated = {storage(n) for n in trained if _repeats(n)} - {None}
         self._copies: list[tuple[fx.Node, fx.Node]] = []
 
     def kept(self, node: fx.Node, before: fx.Node, by_eager: Collection[object] = ()) -> fx.Node:
@@ -116,11 +117,6 @@ def _repeats(node: fx.Node) -> list[int]:
         return []
     dims = range(value.dim())
     return [d for d in dims if known_true(value.stride(d) == 0) and not known_true(value.shape[d] == 1)]
-
-
-def _requires_grad(node: fx.Node) -> bool:
-    value = tensor(node)
-    return value is not None and value.requires_grad
 
 
 def _size(node: fx.Node) -> int:

@@ -15,11 +15,6 @@ import torch
 BATCH, HEADS = 0, 1
 
 
-def is_sharded(*tensors: torch.Tensor) -> bool:
-    """Whether one of them is a DTensor."""
-    return any(hasattr(tensor, "device_mesh") for tensor in tensors)
-
-
 def attention(
     compute: Callable[..., torch.Tensor],
     q: torch.Tensor,

@@ -60,7 +60,7 @@ def short_attention(
     check_device("short_attention", [q, k, v, *masks])
     if numbers is None:
         numbers = [-math.inf if mask.dtype == torch.bool else 1.0 for mask in masks]
-    if sharding.is_sharded(q, k, v, *masks):
+    if any(hasattr(tensor, "device_mesh") for tensor in (q, k, v, *masks)):  # a DTensor
         compute = functools.partial(short_attention, numbers=numbers, scale=scale, causal=causal)
         return sharding.attention(compute, q, k, v, masks)
     groups = _groups(q, k, v)

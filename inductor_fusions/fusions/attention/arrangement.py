@@ -103,7 +103,9 @@ class Arrangement:
         """
         if self.is_plain and len(other) >= 2 and same_shape(own[-2:], other[-2:]):
             return Arrangement.plain(len(other))
-        mine, theirs = (_larger(shape) for shape in (own, other))
+        mine, theirs = (
+            [d for d, size in enumerate(shape) if not known_true(size == 1)] for shape in (own, other)
+        )
         runs = alignment([own[d] for d in mine], [other[d] for d in theirs])
         if runs is None:
             return None
@@ -188,11 +190,6 @@ def permuted(operand: Operand, order: Sequence[int]) -> Operand:
     if dims is None or base is None:
         return operand.permute(order)
     return base.permute([dims[d] for d in order])
-
-
-def _larger(shape: Sequence[Any]) -> list[int]:
-    """The dims that are not known to be of size 1."""
-    return [d for d, size in enumerate(shape) if not known_true(size == 1)]
 
 
 def _with_units(groups: list[list[int]], units: list[int]) -> Arrangement | None:

@@ -31,12 +31,6 @@ from .structure import Structure
 from .zeroed import check_hidden_rows, finite, zeroed_fills
 
 
-def is_autocast(site: Attention) -> bool:
-    """Whether the product ran under autocast: its dtype is not that of its operands."""
-    result = torch_ops.tensor(site.product)
-    return result is not None and result.dtype != torch.promote_types(site.q.value.dtype, site.k.value.dtype)
-
-
 def canonicalise(site: Attention, interpreter: Interpreter) -> Problem:
     """The problem that a recognised attention poses.
 
@@ -51,7 +45,7 @@ def canonicalise(site: Attention, interpreter: Interpreter) -> Problem:
         (short_k, short_v), (full_k, full_v) = _grouped(k, v, lead, target)
     else:
         k, v = _moved(k, site.lead, target), _moved(v, site.results[0].lead, target)
-        full_k, full_v = _whole(k, target), _whole(v, target)
+        full_k, full_v = (t.expand((*target, *t.shape[-2:])) for t in (k, v))
         short_k, short_v = own_heads(k, v, target, interpreter.mutations, site.output)
     zeroed = zeroed_fills(site, interpreter)
     value_scalers, behind = _by_keys(_scalers(site.behind, target))
@@ -78,10 +72,18 @@ def canonicalise(site: Attention, interpreter: Interpreter) -> Problem:
         ],
         scalers=scalers, late_scalers=late_scalers, behind=behind, key_scalers=key_scalers,
         value_scalers=value_scalers,
-        train=_needs_grad(site.q.node, site.k.node, *(r.v.node for r in site.results), *site.outputs),
+        train=any(
+            (t := torch_ops.tensor(node)) is not None and records_gradients(t)
+            for node in (site.q.node, site.k.node, *(r.v.node for r in site.results), *site.outputs)
+        ),
         stages=[_stage(stage, target, interpreter) for stage in site.stages],
         sink=_sink(site, target, interpreter),
-        structure=_structure(left is None, _as_infinite(terms, zeroed), site, target, interpreter),
+        # Where masked scores are -inf, a fully masked row is zero.
+        structure=_structure(
+            left is None,
+            [(replace(t, fill=-math.inf) if t in zeroed else t, operand) for t, operand in terms],
+            site, target, interpreter,
+        ),
         zeros=_together([(operand, t.hides) for t, operand in terms if t in zeroed]),
         overwritten=interpreter.mutations.touch,
         version=interpreter.mutations.last,
@@ -97,7 +99,7 @@ def _settled(site: Attention, mutations: Mutations) -> tuple[Operand, Operand, O
     if not known_true(q.shape[-1] == k.shape[-1]) or not known_true(k.shape[-2] == v.shape[-2]):
         raise Reason.SHAPES.rejected("the sizes of q, k and v do not match")
     dtype = torch_ops.value(site.product).dtype
-    if not is_autocast(site):
+    if dtype == torch.promote_types(q.value.dtype, k.value.dtype):  # else the product ran under autocast
         q, k, v = _one_dtype(q, k, v, mutations, site.output)
         dtype = q.value.dtype
     _check_casts(site, dtype, torch_ops.value(site.output).dtype)
@@ -108,14 +110,10 @@ def _grouped(
     k: Operand, v: Operand, lead: Sequence[Any], target: Sequence[Any]
 ) -> tuple[list[Operand], list[Operand]]:
     """k and v with their own heads, and repeated, if the last leading dim holds heads of q that share one."""
-    own = [_dropped(t, len(lead)).expand((*lead[:-1], *t.shape[-2:])) for t in (k, v)]
-    wide = [t.padded(len(lead) + 2).expand((*lead, *t.shape[-2:])) for t in (k, v)]
+    k, v = (t.padded(len(lead) + 2) for t in (k, v))
+    own = [t.then("squeeze", -3).expand((*lead[:-1], *t.shape[-2:])) for t in (k, v)]
+    wide = [t.expand((*lead, *t.shape[-2:])) for t in (k, v)]
     return own, [t.reshape((*target, *t.shape[-2:])) for t in wide]
-
-
-def _as_infinite(terms: list[tuple[Term, Operand]], zeroed: list[Term]) -> list[tuple[Term, Operand]]:
-    """The terms as a predicate knows them: where masked scores are -inf, a fully masked row is zero."""
-    return [(replace(t, fill=-math.inf) if t in zeroed else t, operand) for t, operand in terms]
 
 
 def _check_casts(site: Attention, *dtypes: torch.dtype) -> None:
@@ -214,10 +212,6 @@ def _structure(
     )  # fmt: skip
 
 
-def _needs_grad(*nodes: fx.Node) -> bool:
-    return any((t := torch_ops.tensor(n)) is not None and records_gradients(t) for n in nodes)
-
-
 def _one_dtype(
     q: Operand, k: Operand, v: Operand, mutations: Mutations, reader: fx.Node
 ) -> tuple[Operand, Operand, Operand]:
@@ -260,20 +254,11 @@ def _batch_and_heads(site: Attention) -> tuple[tuple[Any, ...], bool]:
     if two:
         return two[0], False
     lead = max(stages, key=len)
-    if len(lead) == 3 and all(_is_shared(t, lead) for t in (site.k, site.v)):
+    if len(lead) == 3 and all(t.value.dim() == 5 and known_true(t.shape[-3] == 1) for t in (site.k, site.v)):
         return lead, True
     if len(lead) <= 1:
         return (1, *(lead or (1,))), False
     return (product(lead[:-1]), lead[-1]), False
-
-
-def _is_shared(operand: Operand, lead: Sequence[Any]) -> bool:
-    return operand.value.dim() == len(lead) + 2 and known_true(operand.shape[-3] == 1)
-
-
-def _dropped(operand: Operand, rank: int) -> Operand:
-    """Without the dim of size 1 before the last two."""
-    return operand.padded(rank + 2).then("squeeze", -3)
 
 
 def _moved(operand: Operand, lead: Sequence[Any], target: Sequence[Any]) -> Operand:
@@ -289,10 +274,6 @@ def _moved(operand: Operand, lead: Sequence[Any], target: Sequence[Any]) -> Oper
     if found is None:
         raise Reason.SHAPES.rejected("the batch and head dims of the operands do not match")
     return found
-
-
-def _whole(operand: Operand, lead: Sequence[Any]) -> Operand:
-    return operand.expand((*lead, *operand.shape[-2:]))
 
 
 def own_heads(

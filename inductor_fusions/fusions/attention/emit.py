@@ -239,7 +239,9 @@ class Emitter:
             fixed = build.call("detach", hidden)
             change = self._empty_rows_gradient(fixed, k, v)
             own = build.call(torch.sub, hidden, fixed)
-            change = build.call(torch.add, change, self._through_query(own, k, v))
+            # Zeros through which the scores send a gradient to q.
+            to_query = self._per_head(own, build.call("detach", self._score_change(k, v)))
+            change = build.call(torch.add, change, to_query)
             mean = build.call(torch.add, mean, change)
         return build.call(torch.where, empty, mean, result)
 
@@ -258,10 +260,6 @@ class Emitter:
         matrix = self._score_change(k, v)
         zeros = build.call(torch.sub, matrix, build.call("detach", matrix))
         return self._per_head(hidden, zeros)
-
-    def _through_query(self, own: fx.Node, k: fx.Node, v: fx.Node) -> fx.Node:
-        """Zeros through which the scores send a gradient to q; `own` is zero, with that of the queries."""
-        return self._per_head(own, self.build.call("detach", self._score_change(k, v)))
 
     def _score_change(self, k: fx.Node, v: fx.Node) -> fx.Node:
         """The derivative of the result of a fully masked row by its query: scale / n * k^T (v - mean)."""
@@ -340,11 +338,6 @@ def _is_seen_in_memory(writer: fx.Node) -> bool:
             return True
         node = node.next
     return False
-
-
-def keeps_operands(node: fx.Node) -> bool:
-    """Whether a node is a fused attention, which keeps what it is given for its backward."""
-    return node.op == "call_function" and "attention" in str(node.target)
 
 
 def _is_kernels(result: fx.Node) -> bool:

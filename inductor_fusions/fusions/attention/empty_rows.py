@@ -99,7 +99,9 @@ def _check_absorbed(terms: list[Term], lowest: float) -> None:
                 "a bias is added to masked scores, and their fill value is too small to cancel it"
             )
     fills = [t.fill for t in terms if t.fill is not None and math.isfinite(t.fill)]
-    if any(f > lowest for f in fills) and any(t.fill is None and _is_shallow(t, lowest) for t in terms):
+    # Masks that are added, and may hold numbers that hide a key without absorbing its score.
+    added = [t for t in terms if t.fill is None and (t.depth is None or lowest < t.depth < 0)]
+    if any(f > lowest for f in fills) and any(may_hide_rows(t.node) for t in added):
         raise Reason.RANGE.rejected(
             (
                 "a masked fill and an additive mask may together mask a row fully, and the fill value "
@@ -107,8 +109,3 @@ def _check_absorbed(terms: list[Term], lowest: float) -> None:
             ),
             "fill with torch.finfo(dtype).min",
         )
-
-
-def _is_shallow(term: Term, lowest: float) -> bool:
-    """Whether a mask that is added may hold numbers that hide a key without absorbing its score."""
-    return may_hide_rows(term.node) and (term.depth is None or lowest < term.depth < 0)

@@ -318,10 +318,11 @@ def takes(problem: Problem) -> str:
         return "flex attention of this torch supports at most 2^31 elements in a tensor"
     if not isinstance(problem.first_scale, (int, float)):
         return "flex attention needs a constant scale"
-    if problem.train and _learns(problem) and torch.are_deterministic_algorithms_enabled():
-        return "flex attention's gradient of a bias is not deterministic"  # it is added up atomically
-    if problem.train and _learns(problem) and not _is_static(problem):
-        return "Inductor does not lower flex attention's gradient of a bias with symbolic sizes"
+    if problem.train and _learns(problem):
+        if torch.are_deterministic_algorithms_enabled():
+            return "flex attention's gradient of a bias is not deterministic"  # it is added up atomically
+        if not all(isinstance(size, int) for t in (problem.q, problem.k, problem.v) for size in t.shape):
+            return "Inductor does not lower flex attention's gradient of a bias with symbolic sizes"
     return ""
 
 
@@ -354,8 +355,3 @@ def _learns(problem: Problem) -> bool:
     """Whether a tensor that the kernel reads beside q, k and v takes a gradient."""
     late = (by for scalers in problem.late_scalers for _, by in scalers)
     return any(map(takes_gradient, (*problem.mask_nodes, *(each.node for each in _beside(problem)), *late)))
-
-
-def _is_static(problem: Problem) -> bool:
-    sizes = (*problem.q.shape, *problem.k.shape, *problem.v.shape)
-    return all(isinstance(size, int) for size in sizes)

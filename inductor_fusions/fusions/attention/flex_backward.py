@@ -20,13 +20,13 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from ... import decisions
-from ..._inductor import flex_backward_op
+from ..._inductor import Match, flex_backward_op
 from ...block_mm.guards import text
 from ...fusion import Candidate, Fusion, Scope
 from ...graph.inlined import put_in_place
@@ -34,9 +34,6 @@ from ...operands import value
 from ...reasons import Reason
 from .aliasing import Mutations
 from .masks import Bool, Interpreter, affine, identity, is_condition, reduce, substitute
-
-if TYPE_CHECKING:
-    from ..._inductor import Match
 
 aten = torch.ops.aten
 

@@ -33,11 +33,6 @@ FAST_PATHS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
-def is_call(node: fx.Node) -> bool:
-    """Whether a node is such a call."""
-    return node.op == "call_function" and node.target is F.multi_head_attention_forward
-
-
 def fast_path(call: fx.Node) -> Candidate:
     """A call of one operation that holds an attention with its linears, in inference."""
     why = Reason.CHOSEN.left_to_stock(
@@ -160,6 +155,7 @@ def _hidden(mask: fx.Node) -> fx.Node | None:
     if zeros is None or zeros.name != "zeros_like" or not isinstance(hidden, fx.Node):
         return None
     # Nothing else may write into it.
-    if set(readers(zeros.node)) != {mask} or not all(is_call(user) for user in readers(mask)):
+    called = {user.target for user in readers(mask)}
+    if set(readers(zeros.node)) != {mask} or called - {F.multi_head_attention_forward}:
         return None
     return hidden

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
-from ..._inductor import hint, is_body_of_dynamo, known_true
+from ..._inductor import Match, hint, is_body_of_dynamo, known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
@@ -31,9 +30,6 @@ from .operands import Operand, product
 from .output import MERGED, read_epilogue
 from .scores import ScoreReader
 from .written_out import SOFTMAXES, Softmax, divided, softmax_at, weights_of
-
-if TYPE_CHECKING:
-    from ..._inductor import Match
 
 #: Operations through which a softmax may still reach a product; only to tell attention from other softmaxes.
 _BETWEEN = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {

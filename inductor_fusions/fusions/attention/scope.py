@@ -28,7 +28,8 @@ from .masks import Interpreter
 from .problem import Problem
 
 #: Higher-order operations whose body sees its operands as placeholders, and where the operands start.
-BODIES = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2, "wrap": 1, "wrap_activation_checkpoint": 1}
+CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
+BODIES = {"invoke_subgraph": 2, "wrap": 1, **dict.fromkeys(CHECKPOINTS, 1)}
 
 
 class Scope(fusion.Scope):
@@ -57,7 +58,7 @@ class Scope(fusion.Scope):
         self.modes: modes.Modes = modes.Modes(graph, start)
         refused = [] if around is None else [around.derivatives.refused(call) for call in calls]
         self.root: fx.Graph = graph if around is None else around.root
-        recomputed = [call for call in calls if is_checkpoint(call)]
+        recomputed = [call for call in calls if name_of_body(call) in CHECKPOINTS]
         if recomputed and around and around.modes.at(recomputed[0]).gradients and _ends_here(self.root):
             refused.append("recomputed for no backward, where torch takes no operation that may draw numbers")
         self.keeping: Keeping = Keeping(graph, recomputed=bool(recomputed))
@@ -111,8 +112,9 @@ class Scope(fusion.Scope):
         Args:
             known: the nodes that were there before.
         """
-        for node in [node for node in self.graph.nodes if node not in known and emit.keeps_operands(node)]:
-            for operand in node.all_input_nodes:
+        new = [n for n in self.graph.nodes if n not in known and n.op == "call_function"]
+        for node in new:
+            for operand in node.all_input_nodes if "attention" in str(node.target) else ():
                 if torch_ops.tensor(operand) is not None:
                     node.replace_input_with(operand, self.keeping.kept(operand, node, by_eager))
 
@@ -183,10 +185,6 @@ class Branches(Candidate):
 def _is_changed(graph: fx.Graph) -> bool:
     """Whether an attention was fused in a graph."""
     return any(TAG in node.meta.get("custom", {}) for node in graph.nodes)
-
-
-def is_checkpoint(call: fx.Node) -> bool:
-    return name_of_body(call) in ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 
 
 def name_of_body(call: fx.Node) -> str:

@@ -133,8 +133,9 @@ class HandWritten(Candidate):
 
     def _check_dtypes(self, site: Attention) -> None:
         """A product of two dtypes raises in eager mode; fake tensors may allow it."""
-        products = (node for node in (site.output, *reversed(site.chain)) if _is_product(node))
-        both = (torch_ops.tensor(node) for node in inputs(next(products)))
+        read = map(torch_ops.read, (site.output, *reversed(site.chain)))
+        product = next(op.node for op in read if op is not None and op.name in torch_ops.PRODUCTS)
+        both = map(torch_ops.tensor, inputs(product))
         if len({each.dtype for each in both if each is not None}) > 1:
             raise Reason.MIXED_DTYPES.rejected("the attention weights and the values have different dtypes")
 
@@ -163,12 +164,16 @@ class SdpaCall(Candidate):
     def __init__(self, scope: Scope, call: fx.Node) -> None:
         self.scope, self.anchor = scope, call
 
-    def describe(self) -> dict[str, str]:
+    @property
+    def op(self) -> torch_ops.Op:
+        """The call, with the arguments that it has now."""
         op = torch_ops.read(self.anchor)
         assert op is not None
-        return {
-            name: _text(op[name]) for name in ("query", "key", "value", "attn_mask") if op[name] is not None
-        }
+        return op
+
+    def describe(self) -> dict[str, str]:
+        given = {name: self.op[name] for name in ("query", "key", "value", "attn_mask")}
+        return {name: _text(node) for name, node in given.items() if node is not None}
 
     def guard(self) -> None:
         check_kind(torch_ops.tensor(self.anchor))
@@ -182,9 +187,7 @@ class SdpaCall(Candidate):
         check_sizes(problem)  # what held above becomes guards
 
     def _problem(self) -> Problem:
-        op = torch_ops.read(self.anchor)
-        assert op is not None
-        out = torch_ops.tensor(self.anchor)
+        op, out = self.op, torch_ops.tensor(self.anchor)
         if out is None:
             raise Reason.NOT_A_TENSOR.rejected(_NO_TENSOR)
         q, k, v = _operands(op)
@@ -259,13 +262,10 @@ class SdpaCall(Candidate):
         return None if found is None or found.visible is True else found
 
     def savings(self) -> dict[str, int]:
-        op = torch_ops.read(self.anchor)
-        assert op is not None
-        return savings.of_sdpa_call(self.choice.problem, op["attn_mask"])
+        return savings.of_sdpa_call(self.choice.problem, self.op["attn_mask"])
 
     def rewrite(self) -> str:
-        op = torch_ops.read(self.anchor)
-        assert op is not None
+        op = self.op
         kept = [op[name] for name in ("query", "key", "value")]
         mask = torch_ops.tensor(op["attn_mask"])
         # SDPA converts a boolean mask, and keeps the result.
@@ -331,13 +331,6 @@ def _padded(term: Term) -> Operand:
     return operand.padded(4)
 
 
-def _is_product(node: fx.Node) -> bool:
-    op = torch_ops.read(node)
-    return op is not None and op.name in torch_ops.PRODUCTS
-
-
 def _text(node: Any) -> str:
     tensor = torch_ops.tensor(node)
-    if tensor is None:
-        return str(node)
-    return text(tensor)
+    return str(node) if tensor is None else text(tensor)

@@ -236,7 +236,8 @@ def find(
     if read.unbounded and (visible is True or not _sees_own_key(visible, shape)):
         return None
     (number,) = read.numbers
-    never_empty = _never_empty(visible, shape)
+    # Where each query sees itself, or the first key.
+    never_empty = _always_sees(visible, shape, Affine(0)) or _sees_own_key(visible, shape)
     if math.isfinite(number) and not never_empty and not _keeps_empty_rows(read, terms, number):
         return None
     return Structure(
@@ -279,17 +280,11 @@ def is_usable(part: Bool, graph: fx.Graph) -> bool:
     return (
         is_known(part)
         and all(dim < 0 for dim in dims(part))
-        and _has_fixed_slopes(part)
+        and all(isinstance(c, int) for x in within(part) if isinstance(x, Affine) for _, c in x.coeffs)
         and all(
             element.node.graph is graph and not {QUERY, KEY} <= dims(element) and HEAD not in dims(element)
             for element in elements(part)
         )
-    )
-
-
-def _has_fixed_slopes(part: Any) -> bool:
-    return all(
-        isinstance(c, int) for each in within(part) if isinstance(each, Affine) for _, c in each.coeffs
     )
 
 
@@ -298,11 +293,6 @@ def _erases(terms: Terms, place: int, bias: int) -> bool:
     fill = terms[place][0]
     filled = place - fill.adds if fill.adds else 0  # the first term that it fills
     return fill.fill is not None and filled <= bias < place
-
-
-def _never_empty(visible: Bool, shape: Sequence[Any]) -> bool:
-    """Whether each query sees itself, or the first key."""
-    return _always_sees(visible, shape, Affine(0)) or _sees_own_key(visible, shape)
 
 
 def _sees_own_key(visible: Bool, shape: Sequence[Any]) -> bool:

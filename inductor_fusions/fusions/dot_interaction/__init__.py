@@ -9,12 +9,12 @@ that a tensor names.
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 from ... import config
+from ..._inductor import Match
 from ...decisions import Query, decide, tables
 from ...effects.liveness import readers, replace
 from ...effects.scope import DynamoScope
@@ -28,9 +28,6 @@ from . import recognise, unsupported
 from .op import DOT_INTERACTION, DOT_PAIRS, DTYPES, fits, takes
 from .recognise import InteractionSite
 from .triangles import triangle
-
-if TYPE_CHECKING:
-    from ..._inductor import Match
 
 __all__ = ["FUSION"]
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from ... import config
-from ..._inductor import was_erased
+from ..._inductor import Match, was_erased
 from ...block_mm import emit, guards, units
 from ...block_mm.columns import Columns, columns, halves
 from ...block_mm.expressions import (
@@ -42,9 +42,6 @@ from ...operands import holds, tensor, value
 from ...reasons import Reason, Said
 from .unsupported import MOST_STEPS, may_be_gated, of_glu, share_input
 from .unsupported import other as other_pair
-
-if TYPE_CHECKING:
-    from ..._inductor import Match
 
 aten = torch.ops.aten
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from ..._inductor import (
+    Match,
     computing_fakes,
     fails_on_broadcast_numbers,
     fake_mode_of,
@@ -31,9 +32,6 @@ from ...operands import tensor, value
 from .known import BROADCAST_NUMBER, CUDNN_ONE_QUERY, CUDNN_PADDED_KEYS, CUDNN_PLANS, KNOWN, Defect
 from .op import CUDNN_BACKWARD
 from .products import SDPA_BACKWARDS, SDPA_FORWARDS, gradients
-
-if TYPE_CHECKING:
-    from ..._inductor import Match
 
 __all__ = ["FUSION", "KNOWN", "Defect"]
 

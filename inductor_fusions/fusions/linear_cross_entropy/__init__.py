@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from ... import config
-from ..._inductor import hint, is_body_of_dynamo, known_true
+from ..._inductor import Match, hint, is_body_of_dynamo, known_true
 from ...decisions import Query, decide_for_all, tables
 from ...effects.derivatives import check_operation
 from ...effects.liveness import readers, replace
@@ -29,9 +29,6 @@ from ...operands import check_kind, profitable, tensor, text, tokens_of, value
 from ...reasons import Reason
 from . import emit, recognise
 from .recognise import LossSite, Unsupported
-
-if TYPE_CHECKING:
-    from ..._inductor import Match
 
 __all__ = ["FUSION"]
 

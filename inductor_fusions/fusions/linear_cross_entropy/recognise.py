@@ -159,7 +159,9 @@ def _is_loss(op: Op, linear: fx.Node) -> bool:
     classes, rows = logits.shape[-1], math.prod(logits.shape[:-1])
     if op.name in _OF_ROUTERS and not (known_true(classes >= h.shape[-1]) or known_true(classes == rows)):
         return False
-    if op.name in ("softmax", "exp", "sigmoid") and not _reaches(op.node, _is_picked):
+    if op.name in ("softmax", "exp", "sigmoid") and not _reaches(
+        op.node, lambda each: each.name in ("log", "gather", "take_along_dim")
+    ):
         return False
     return op.name not in _OF_GATES or _reaches(op.node, _is_number)
 
@@ -173,10 +175,6 @@ def _linear_before(node: Any, steps: int = 8) -> fx.Node | None:
         return None
     found = (_linear_before(each, steps - 1) for each in node.all_input_nodes)
     return next((each for each in found if each is not None), None)
-
-
-def _is_picked(op: Op) -> bool:
-    return op.name in ("log", "gather", "take_along_dim")
 
 
 def _is_number(op: Op) -> bool:

@@ -120,7 +120,9 @@ def source(matrix: fx.Node) -> Source:
         elif node.target in CASTS and widens(node):
             found = Source(node.args[0], tuple(reversed(views)), scale)
         elif number is not None:
-            if _is_returned(node) and _is_passing(source(number[0]).base):
+            before = source(number[0]).base
+            is_returned = any(user.op == "output" for user in readers(node))
+            if is_returned and is_pointwise(before) and len(before.users) == 1:
                 found = Source(node, tuple(reversed(views)), scale)
                 break
             scale *= number[1]
@@ -135,16 +137,6 @@ def source(matrix: fx.Node) -> Source:
         extra.append(node)
         node = node.args[0]
     return Source(node, (*reversed(extra), *found.views), found.scale)
-
-
-def _is_returned(node: fx.Node) -> bool:
-    """Whether the graph returns a node or a view of it."""
-    return any(user.op == "output" for user in readers(node))
-
-
-def _is_passing(node: fx.Node) -> bool:
-    """Whether a node is computed element by element for a single other one."""
-    return is_pointwise(node) and len(node.users) == 1
 
 
 def unrounded(matrix: fx.Node) -> Source:

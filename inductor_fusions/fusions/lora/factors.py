@@ -9,13 +9,12 @@ As a product between A and B, or as B, the graph after autograd has a linear wit
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ..._inductor import known_true
+from ..._inductor import Match, known_true
 from ...effects.liveness import only_reader, replace
 from ...fusion import Candidate
 from ...graph.builder import Builder
@@ -25,9 +24,6 @@ from ...reasons import Reason
 from .inputs import Inputs
 from .norms import normalised
 from .second_product import MOST_STEPS, is_up, made
-
-if TYPE_CHECKING:
-    from ..._inductor import Match
 
 
 def vectors(scope: Inputs, match: Match) -> Candidate | None:

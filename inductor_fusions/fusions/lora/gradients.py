@@ -79,7 +79,9 @@ def read(
                 found.append(NarrowProduct(node, p.a, p.b, False))
         elif p.a.target in PERMUTES and _plain(p.a.args[0]) in narrow_ones:
             found.append(NarrowProduct(node, p.b, p.a, True))
-        elif p.a.target in PERMUTES and _is_one_of(value(p.b).shape[1], ranks) and source(p.a).base in lefts:
+        elif (
+            p.a.target in PERMUTES and known_size(value(p.b).shape[1]) in ranks and source(p.a).base in lefts
+        ):
             found.append(NarrowProduct(node, p.a, p.b, False))
     return found
 
@@ -94,10 +96,6 @@ def made_before(graph: fx.Graph) -> list[NarrowProduct]:
         if transposed and len(b) == len(users) == 1 and not any(further):
             found.append(NarrowProduct(users[0], x, b[0], True, scales[0], *kept))
     return found
-
-
-def _is_one_of(size: Any, ranks: list[int]) -> bool:
-    return isinstance(size, int) and size in ranks
 
 
 def _only_for_weights(down: Product) -> bool:

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
 
-from ..._inductor import drops_narrow_casts, known_true
+from ..._inductor import Match, drops_narrow_casts, known_true
 from ...decisions.problems import FEW_ROWS
 from ...effects import liveness
 from ...effects.inplace import overwritten
@@ -52,9 +52,6 @@ from ...reasons import Reason
 from . import narrow, profit
 from .adapters import is_low_rank
 from .op import LORA_DOWN, LORA_DROPPED_DOWN, ROUNDED
-
-if TYPE_CHECKING:
-    from ..._inductor import Match
 
 
 @dataclass(frozen=True)
@@ -212,7 +209,9 @@ class AdapterInput(Candidate):
                 "under autocast no input is stored in float32, so there is nothing to save"
             )
         if site.drop is not None:
-            self._check_dropout(site.drop)
+            if readers(site.drop) != [site.linear]:
+                raise Reason.USED_ELSEWHERE.rejected("the result of the dropout is also read elsewhere")
+            check_random_numbers()
         where = "the cast and the linear" if site.drop is None else "the dropout and the linear"
         scope.check_replaced(site.between, site.linear, where, [site.x, site.a])
         check_device(x)
@@ -227,11 +226,6 @@ class AdapterInput(Candidate):
         outer = value(_ups(site.linear)[0])
         problem = profit.Dropped(tokens_of(tokens), inner, int(outer.shape[-1]), rank, x.dtype, out.dtype)
         self.kernel = profit.kernel(problem, x.device)
-
-    def _check_dropout(self, drop: fx.Node) -> None:
-        if readers(drop) != [self.site.linear]:
-            raise Reason.USED_ELSEWHERE.rejected("the result of the dropout is also read elsewhere")
-        check_random_numbers()
 
     def rewrite(self) -> str:
         x = value(self.site.x)

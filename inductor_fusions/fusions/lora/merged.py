@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
 from ... import config
-from ..._inductor import known_true
+from ..._inductor import Match, known_true
 from ...effects.liveness import readers, replace
 from ...fusion import Candidate, Rejected, Reported
 from ...graph.builder import Builder
@@ -29,9 +29,6 @@ from ...reasons import Reason
 from .adapters import is_low_rank
 from .inputs import Inputs
 from .second_product import made
-
-if TYPE_CHECKING:
-    from ..._inductor import Match
 
 #: Views of the merged matrix: they give it the shape that it has already.
 _VIEWS = frozenset({"view", "reshape", "contiguous"})

@@ -248,7 +248,8 @@ class Reader:
         linear, bias, matrix = self.linear, found.bias, added_matrix(found)
         read = adapter_of(found.node)
         taken = any(base.bias is not None for base in linear.bases)
-        opens = matrix is not None and (read is not None or _is_term(matrix))
+        leads = matrix is not None and len(matrix.users) == 1 and leads_to_products(matrix)
+        opens = matrix is not None and (read is not None or leads)
         changed = taken or by.scale != 1
         if read is None and (by.factor is not None or (matrix is not None and not opens and changed)):
             return linear.terms.append(Term(found.node, by.scale, by.factor))
@@ -310,10 +311,6 @@ def leads_to_adapter(node: Any, in_sums: bool = True) -> bool:
             return False
         node, in_sums = below.inner, in_sums and below.is_number
     return False
-
-
-def _is_term(node: fx.Node) -> bool:
-    return len(node.users) == 1 and leads_to_products(node)
 
 
 def alone(up: fx.Node) -> Said:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
-from ..._inductor import was_erased
+from ..._inductor import Match, was_erased
 from ...block_mm import emit, guards, units
 from ...block_mm.lowering import MOST_PRODUCTS
 from ...fusion import Candidate, LeftToStock, Rejected, Scope, nodes_of
@@ -29,9 +29,6 @@ from .op import LORA_LINEAR
 from .recognise import Linear, linears
 from .sums import sums as read_sums
 from .sums import without
-
-if TYPE_CHECKING:
-    from ..._inductor import Match
 
 aten = torch.ops.aten
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from ... import config
-from ..._inductor import max_autotune
+from ..._inductor import Match, max_autotune
 from ...block_mm import guards
 from ...block_mm.heuristics import choose
 from ...block_mm.op import BLOCK_MM, Call
@@ -29,9 +29,6 @@ from ...graph.products import RESHAPES, is_pointwise, kind, readers, same_sizes,
 from ...operands import value
 from ...reasons import Reason
 from .recognise import MEANS, Norm, norm_of
-
-if TYPE_CHECKING:
-    from ..._inductor import Match
 
 aten = torch.ops.aten
 
@@ -54,10 +51,8 @@ class NormedLinears(Candidate):
         self.anchor = norm.result
 
     def describe(self) -> dict[str, str]:
-        return {"input": guards.text(self.norm.x), "linears": ", ".join(map(guards.text, self._weights()))}
-
-    def _weights(self) -> list[fx.Node]:
-        return [b for node in self.calls for b in _call(node).b]
+        weights = [guards.text(b) for node in self.calls for b in _call(node).b]
+        return {"input": guards.text(self.norm.x), "linears": ", ".join(weights)}
 
     def guard(self) -> None:
         if self.norm.why is not None:
@@ -134,7 +129,8 @@ def _takes(node: fx.Node, result: fx.Node) -> bool:
     rest = [a for p, a in enumerate(call.a) if p not in call.first()] + [*call.b, *call.bias]
     if not all(first) or any(through(other, RESHAPES) is result for other in rest):
         return False
-    chosen = choose(guards.problem_of(call), value(call.a[0]).device, call.decided or None)
+    problem = guards.problem_of(call.a, call.b, call.groups, call.gated, call.names[0])
+    chosen = choose(problem, value(call.a[0]).device, call.decided or None)
     return chosen.template == "row"
 
 

@@ -7,13 +7,14 @@ computes the products in registers. The backward computes some of them at a time
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
 from ... import config
+from ..._inductor import Match
 from ...decisions import Query, decide, tables
 from ...effects.liveness import readers, replace
 from ...effects.scope import DynamoScope
@@ -27,9 +28,6 @@ from ...reasons import Reason
 from . import recognise
 from .op import OUTER_PRODUCT_LINEAR, dtypes, pairs
 from .recognise import OuterProductSite
-
-if TYPE_CHECKING:
-    from ..._inductor import Match
 
 __all__ = ["FUSION", "pairs"]
 

@@ -30,9 +30,9 @@ are rewritten too.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ..._inductor import (
+    Match,
     is_body_of_dynamo,
     patterns_ignore_constants,
     patterns_ignore_the_scale,
@@ -46,9 +46,6 @@ from .reductions import REDUCTIONS, Softmax, Sum, reduction_of
 from .returned import returned
 from .scores import Alpha, divided
 from .walk import between, name_of, nearest_product
-
-if TYPE_CHECKING:
-    from ..._inductor import Match
 
 _SDPA = "scaled_dot_product_attention"
 

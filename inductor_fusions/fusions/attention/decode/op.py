@@ -27,11 +27,9 @@ MOST_DIM = 256
 MOST_ROWS = 32
 
 
-def _called(fn: Callable[..., Any], *args: Any) -> Any:
-    return fn(*args)
-
-
-def lowest_of(mask: Any, dtype: torch.dtype, call: Callable[..., Any] = _called) -> Any:
+def lowest_of(
+    mask: Any, dtype: torch.dtype, call: Callable[..., Any] = lambda function, *args: function(*args)
+) -> Any:
     """The largest number with which an additive mask hides a key from a query: (B or 1, H or 1, Q or 1).
 
     That is the lowest number of its dtype. Beside a key that it does not hide, the weight of such a key is

@@ -166,7 +166,7 @@ class Call:
             causal=self.causal,
             scale=repr(self.scale),
             precision=_precision(),
-            period=self._period_text(),
+            period=str(self.period) if isinstance(self.period, int) else '{{size("Q", 0)}}',
             windows=chosen.windows,
             blocks=blocks,
             block_m=chosen.block_m,
@@ -177,11 +177,6 @@ class Call:
             ragged=ragged,
             change=change,
         )
-
-    def _period_text(self) -> str:
-        if isinstance(self.period, int):
-            return str(self.period)
-        return '{{size("Q", 0)}}'
 
     def _term(self, name: str, mask: Any, number: float, ragged: dict[str, bool]) -> dict[str, Any]:
         """The arguments of the template for one mask: how it is addressed and applied."""

@@ -44,6 +44,8 @@ NARROWEST = 16
 FEW_ROWS = 64
 #: Rows up to which kernels multiply without tensor cores.
 SINGLE_ROWS = 4
+#: Queries up to which an attention is compared only with others of few queries.
+FEW_QUERIES = 16
 
 
 def padded(size: int, least: int = NARROWEST) -> int:
@@ -149,7 +151,9 @@ def _canonical(name: str, value: Any) -> Hashable:
 def _attention_same(row: Row) -> tuple[Hashable, ...]:
     # For wide heads SDPA's backward is flash attention in place of cuDNN.
     wide = row["train"] and row["head_dim"] > 128
-    return half(row["dtype"]), row["mask"], row["train"], wide, row.get("tf32", False)
+    # Few queries leave most of a tile empty: with 16 keys, one takes efficient attention 8 times as long.
+    few = row["q_len"] <= FEW_QUERIES
+    return half(row["dtype"]), row["mask"], row["train"], wide, few, row.get("tf32", False)
 
 
 def _attention_sizes(row: Row) -> tuple[float, ...]:

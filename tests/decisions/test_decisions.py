@@ -223,6 +223,18 @@ def test_attention_of_few_thread_blocks(shelf: Callable[..., None]) -> None:
         assert (found.kernel is not None) == chosen, (heads, keys, train)
 
 
+@pytest.mark.parametrize("queries, chosen", [(1, False), (16, False), (32, True), (64, True)])
+def test_attention_of_few_queries(queries: int, chosen: bool, shelf: Callable[..., None]) -> None:
+    """Rows of whole tiles of queries say nothing of a tile with few, and the reverse."""
+    row = {"batch": 512, "heads": 12, "kv_len": 64, "head_dim": 64, "dtype": "float32", "mask": "none"}
+    row |= {"train": False, "gain": {"sdpa": 2.0}}
+    shelf(**{H100: {"attention": [{**row, "q_len": 64}]}})
+    wanted = {name: value for name, value in row.items() if name != "gain"} | {"q_len": queries}
+    assert (decide(Query("attention", wanted, ("sdpa",)), CUDA).kernel is not None) == chosen
+    shelf(**{H100: {"attention": [{**row, "q_len": 1}]}})
+    assert (decide(Query("attention", wanted, ("sdpa",)), CUDA).kernel is not None) != chosen
+
+
 def test_what_is_in_doubt_is_left_to_stock(shelf: Callable[..., None]) -> None:
     """Neighbours that do not agree; and one that gains too little, and is far."""
     shelf(**{H100: rows(({"inner": [2048]}, 2.0), ({"inner": [8192]}, 0.7))})

@@ -78,7 +78,8 @@ def target(name: str) -> tuple[str, Hardware]:
 
     Args:
         name: that of a table or of the driver, or the end of it: "nvidia_h200", "NVIDIA H200", "h200",
-            "RTX 4090", "4090".
+            "RTX 4090", "4090". A name without a table stands for the device that has the only table of that
+            name and more: "h100" for "nvidia_h100_80gb_hbm3".
 
     Raises:
         ValueError: the device is unknown; the message names the known ones.
@@ -89,7 +90,8 @@ def target(name: str) -> tuple[str, Hardware]:
     for found in (short, f"nvidia_{short}", f"nvidia_geforce_{short}", f"nvidia_geforce_rtx_{short}"):
         what = known(found)
         if what is not None:
-            return found, what
+            longer = [name for name in tables.names() if name.startswith(f"{found}_") and known(name) == what]
+            return (longer[0] if found not in tables.names() and len(longer) == 1 else found), what
     names = ", ".join(sorted(start.removeprefix("nvidia_") for start in KNOWN))
     raise ValueError(f"unknown device {name!r}; known devices: {names}")
 

@@ -22,6 +22,10 @@ _COMBINE: dict[str, Any] = {
 }
 
 
+#: The bits of a float32 number that are left in a number of these dtypes.
+_SIGNIFICANDS = {torch.bfloat16: -(1 << 16), torch.float16: -(1 << 13)}
+
+
 class Builder:
     """Adds nodes in front of one node of a graph. Symbolic sizes among the arguments become nodes.
 
@@ -81,6 +85,15 @@ class Builder:
         if self.value(node).dtype == dtype:
             return node
         return self.call("to" if self.key == "example_value" else _CONVERT, node, dtype)
+
+    def truncated(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """A float32 value truncated to the significand of a 16-bit dtype, in float32.
+
+        By bits: Inductor drops a cast to a 16-bit dtype and back where both are in one loop.
+        """
+        bits = self.call(torch.ops.aten.view.dtype, node, torch.int32)
+        bits = self.call(torch.ops.aten.bitwise_and.Scalar, bits, _SIGNIFICANDS[dtype])
+        return self.call(torch.ops.aten.view.dtype, bits, torch.float32)
 
     def settled(self, node: fx.Node) -> fx.Node:
         """The value materialised once for all of its readers, with its strides.

@@ -53,8 +53,8 @@ def test_a_problem_near_rows_is_estimated_and_shows_them() -> None:
 
 
 def test_a_problem_of_another_device_names_it() -> None:
-    said = why("attention", problem("attention"), "--target", "h100")
-    assert "on nvidia_h200 (expected" in said
+    said = why("attention", problem("attention"), "--target", "h100_nvl")
+    assert "on nvidia_h100_80gb_hbm3 (expected" in said
 
 
 def test_a_problem_far_from_all_rows_is_stock() -> None:

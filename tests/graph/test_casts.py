@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inductor_fusions import _inductor, config, operands, testing
 from inductor_fusions.fusions.dot_interaction import triangles
+from inductor_fusions.graph.builder import Builder
 from tests.block_mm.support import rand, run
 from tests.support.arguments import named
 
@@ -231,3 +234,18 @@ def test_holds() -> None:
     assert not operands.holds(BF16, F16) and not operands.holds(F16, BF16)
     assert operands.holds(BF16, F32, BF16) and not operands.holds(BF16, F32)
     assert not operands.holds(E4M3, E4M3) and not operands.holds(F32, E4M3) and not operands.holds(F32)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_truncated_by_bits(dtype: torch.dtype) -> None:
+    """A number of the dtype, which no cast rounds: Inductor drops a cast and the one back."""
+    x = torch.randn(64) * 100
+    module = fx.symbolic_trace(lambda x: (x,))
+    (placeholder, output) = module.graph.nodes
+    placeholder.meta["val"] = FakeTensorMode().from_tensor(x)
+    found = Builder(output, like=placeholder).truncated(placeholder, dtype)
+    output.args = ((found,),)
+    module.recompile()
+    (made,) = module(x)
+    assert torch.equal(made.to(dtype).float(), made) and (x - made).abs().max() < x.abs().max() * 2**-7
+    assert all(node.target is not torch.ops.prims.convert_element_type.default for node in module.graph.nodes)

@@ -146,7 +146,7 @@ def test_keys_of_half_a_tile(keys: int, dropout: float, mask: tuple[int, ...]) -
     assert lengths == ([keys + 64] * 3 if half and not dropout else [keys] * 3)
     assert given.max_k == lengths[0]
     shifted = any(node.target is aten.sub.Tensor for node in graph.nodes)
-    assert shifted == bool(half and dropout)
+    assert shifted == bool(half and dropout) and not rounded_by_casts(graph)
     (output,) = (node for node in graph.nodes if node.op == "output")
     grads = [node.meta["val"].shape for node in output.args[0] if isinstance(node, torch.fx.Node)]
     assert [list(shape) for shape in grads] == [list(x.shape) for x in inputs]
@@ -166,7 +166,15 @@ def test_a_symbolic_number_of_keys() -> None:
     graph = code.backward.graph
     (call,) = [node for node in graph.nodes if node.target is op.CUDNN_BACKWARD]
     assert isinstance(named(call).k.meta["val"].shape[2], torch.SymInt)
-    assert any(node.target is aten.sub.Tensor for node in graph.nodes)
+    assert any(node.target is aten.sub.Tensor for node in graph.nodes) and not rounded_by_casts(graph)
+
+
+def rounded_by_casts(graph: torch.fx.Graph) -> bool:
+    """Whether a cast to a narrow dtype and back rounds: Inductor drops both where they are in one loop."""
+    casts = [node for node in graph.nodes if node.target is torch.ops.prims.convert_element_type.default]
+    return any(
+        cast.args[0] in casts and cast.args[0].args[1].itemsize < cast.args[1].itemsize for cast in casts
+    )
 
 
 @pytest.mark.parametrize("dropout", [0.1, 0.5, 0.999])

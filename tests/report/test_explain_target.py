@@ -60,7 +60,7 @@ def test_a_number_that_the_function_puts_on_the_device():
 def test_a_target_without_a_table_is_estimated_from_another_device():
     (site,) = explain(attention, *inputs(512), gpu="l4")
     assert site.verdict == "fused"
-    assert "nvidia_h200" in site.kernel
+    assert "nvidia_h100_80gb_hbm3" in site.kernel
 
 
 def test_a_linear_where_nothing_carries_over():
@@ -118,7 +118,8 @@ def test_an_unknown_target_lists_those_known():
 @pytest.mark.parametrize("name", sorted(KNOWN))
 def test_every_known_device_is_a_target(name):
     table, found = target(name)
-    assert table == name
+    # The H100 that was measured is the only one with a table.
+    assert table == {"nvidia_h100": "nvidia_h100_80gb_hbm3"}.get(name, name)
     assert target(name.removeprefix("nvidia_").replace("_", " ").upper()) == (table, found)
     assert target(name.removeprefix("nvidia_").removeprefix("geforce_rtx_")) == (table, found)
     assert found.shared_bytes // 1024 == {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}[

@@ -259,13 +259,13 @@ class _Backward:
     def _shifted(self, logsumexp: fx.Node, bias: fx.Node) -> tuple[fx.Node, fx.Node]:
         """The logsumexp and the mask, both shifted where the logsumexp is low: only their difference counts.
 
-        The shift is a number of the mask's dtype, so that the mask of keys with a weight stays exact. A fully
+        The shift is a number of the dtype of q, so that the mask of keys with a weight stays exact. A fully
         masked row has weights of 0 with any logsumexp.
         """
-        dtype = value(bias).dtype
-        rounded = self.build.to(self.build.to(logsumexp, dtype), torch.float32)
+        dtype, narrow = value(bias).dtype, value(self.call.args[_QUERY]).dtype
+        rounded = self.build.truncated(logsumexp, narrow)
         zero = self.build.call(aten.full.default, [], 0.0, dtype=torch.float32, device=value(bias).device)
-        low = self.build.call(aten.lt.Scalar, logsumexp, LOW[value(self.call.args[_QUERY]).dtype])
+        low = self.build.call(aten.lt.Scalar, logsumexp, LOW[narrow])
         hidden = self.build.call(aten.eq.Scalar, logsumexp, -math.inf)
         shift = self.build.call(aten.where.self, low, rounded, zero)
         shift = self.build.call(aten.where.self, hidden, zero, shift)

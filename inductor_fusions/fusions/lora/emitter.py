@@ -14,7 +14,6 @@ from ...graph.products import transpose_of
 from ...operands import value
 from . import gather
 from .adapters import Source
-from .op import HIGH_BITS
 from .recognise import Linear, Term
 from .split import LORA_SPLIT
 
@@ -125,12 +124,8 @@ class Emitter(Builder):
         return transpose_of(matrix) or self.call(aten.permute.default, matrix, [1, 0])
 
     def _halves(self, matrix: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
-        """A float32 matrix truncated to bfloat16, and the rest; both in bfloat16.
-
-        By bits: Inductor drops a cast to bfloat16 and back where both are in one loop.
-        """
-        bits = self.call(aten.view.dtype, matrix, torch.int32)
-        high = self.call(aten.view.dtype, self.call(aten.bitwise_and.Scalar, bits, HIGH_BITS), torch.float32)
+        """A float32 matrix truncated to bfloat16, and the rest; both in bfloat16."""
+        high = self.truncated(matrix, torch.bfloat16)
         low = self.call(aten.sub.Tensor, matrix, high)
         return self.to(high, dtype), self.to(low, dtype)
 

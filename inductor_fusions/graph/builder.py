@@ -23,7 +23,7 @@ _COMBINE: dict[str, Any] = {
 
 
 #: The bits of a float32 number that are left in a number of these dtypes.
-_SIGNIFICANDS = {torch.bfloat16: -(1 << 16), torch.float16: -(1 << 13)}
+KEPT_BITS = {torch.bfloat16: -(1 << 16), torch.float16: -(1 << 13)}
 
 
 class Builder:
@@ -92,7 +92,7 @@ class Builder:
         By bits: Inductor drops a cast to a 16-bit dtype and back where both are in one loop.
         """
         bits = self.call(torch.ops.aten.view.dtype, node, torch.int32)
-        bits = self.call(torch.ops.aten.bitwise_and.Scalar, bits, _SIGNIFICANDS[dtype])
+        bits = self.call(torch.ops.aten.bitwise_and.Scalar, bits, KEPT_BITS[dtype])
         return self.call(torch.ops.aten.view.dtype, bits, torch.float32)
 
     def settled(self, node: fx.Node) -> fx.Node:

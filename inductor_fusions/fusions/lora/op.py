@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from ...block_mm.op import dtypes, exact_dtype
+from ...graph.builder import KEPT_BITS
 from ...lowering import define
 
 #: The bits of a float32 that a bfloat16 has as well.
-HIGH_BITS = -(1 << 16)
+HIGH_BITS = KEPT_BITS[torch.bfloat16]
 
 
 @dataclass(frozen=True)

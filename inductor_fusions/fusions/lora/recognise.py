@@ -248,8 +248,9 @@ class Reader:
         linear, bias, matrix = self.linear, found.bias, added_matrix(found)
         read = adapter_of(found.node)
         taken = any(base.bias is not None for base in linear.bases)
-        leads = matrix is not None and len(matrix.users) == 1 and leads_to_products(matrix)
-        opens = matrix is not None and (read is not None or leads)
+        opens = matrix is not None and (
+            read is not None or (len(matrix.users) == 1 and leads_to_products(matrix))
+        )
         changed = taken or by.scale != 1
         if read is None and (by.factor is not None or (matrix is not None and not opens and changed)):
             return linear.terms.append(Term(found.node, by.scale, by.factor))

@@ -209,3 +209,16 @@ def test_candidates_for_few_rows() -> None:
         assert any(c.lanes > 1 for c in tried) == (1 < rows <= 16)
         assert all(c.num_warps % c.lanes == 0 and c.block_k % c.lanes == 0 for c in tried)
         assert not any(c.row for c in decode.candidates(replace(shape, along=False), 90))
+
+
+def test_parts_of_a_skinny_product(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nearest problem's tile is taken, and K in as many parts as fill the device with the rows here."""
+    near = narrow.Shape(4096, 4096, (16,), "n", torch.bfloat16, torch.bfloat16)
+    row = {**narrow.problem(near), "config": asdict(narrow.Config(32, 128, 1, 4, 4))}
+    table = {"schema": 1, "device": "NVIDIA H200", "narrow_mm": [row]}
+    (own_tables / "nvidia_h200.json").write_text(json.dumps(table))
+    monkeypatch.setattr(tables, "device_name", lambda device: "nvidia_h200")
+    for rows, splits in ((4096, 1), (1000, 4), (200, 14)):
+        found = narrow.measured(replace(near, rows=rows, inner=3584), torch.device("cuda"))
+        assert found == narrow.Config(32, 128, splits, 4, 4), rows
+    assert narrow.measured(near, torch.device("cuda")) == narrow.Config(32, 128, 1, 4, 4)

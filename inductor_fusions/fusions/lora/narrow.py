@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...decisions import Query, tables, tiles
-from ...decisions.problems import Row
+from ...decisions.problems import SECTIONS, Row
 from ...decisions.problems import padded as padded
 from ...reasons import Reason
 
@@ -128,11 +128,12 @@ def measured(shape: Shape, device: torch.device) -> Config | None:
 
     def fits(row: Row) -> Config | None:
         found = Config(**row["config"])
-        if all(row.get(name, 0) == wanted[name] for name in ("width", "ranks", "masks")):
+        if SECTIONS["narrow_mm"].is_same(row, wanted):
             return found
-        # Parts of K are worth adding up from four steps each.
-        most = max(1, (shape.inner or 0) // (4 * found.block_k))
-        return found if fitted(found, shape) == found and found.splits <= most else None
+        # The parts of K depend on how many tiles of rows there are.
+        splits = splits_for(shape.rows or 0, found.block_m, shape.inner, found.block_k)
+        found = replace(found, splits=splits)
+        return found if fitted(found, shape) == found else None
 
     return tiles(Query("narrow_mm", wanted), device, fits)
 

@@ -296,7 +296,7 @@ TEMPLATES: dict[str, Template] = {
         lora, FEW, PAIR, False, functools.partial(pair, True, block_k=256, lanes=4), least=90, marks=LANES
     ),
     "adapters, added to what is in memory": Template(
-        accumulated, ((512, 384), *LORA[:1], *LORA[2:], (512, 384)), ("lora_accumulate",), True, fixed=(4,)
+        accumulated, ((512, 384), *LORA[:1], *LORA[2:], (512, 384)), ("lora_accumulate",)
     ),
     "adapters behind a mask": Template(
         behind_a_mask, (*LORA, LORA[0]), (*NARROW, "lora_accumulate"), True, fixed=(1, 4)
@@ -338,8 +338,6 @@ LARGE: dict[str, Template] = {
         accumulated,
         ((4096, 2048), *WIDE_LORA[:1], *WIDE_LORA[2:], (4096, 2048)),
         ("lora_accumulate",),
-        True,
-        fixed=(4,),
     ),
     "adapters of float32 behind a mask": Template(
         behind_a_mask,

@@ -143,8 +143,7 @@ class AdapterSum(Candidate):
             value(root).dtype,
         )
         substitute(root, emit.reshaped(make, new, self.sizes))
-        for node, one in made.items():
-            downs.replace_one(node, one.output)
+        downs.replace_all(made)
         for place in places:
             self.graph.erase_node(place.before)
         return self.kernel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,7 +139,8 @@ def operands(make: Emitter, a: Adapter, made: Made, dtype: torch.dtype) -> tuple
     return left, right, scale
 
 
-def replace_one(old: fx.Node, new: fx.Node) -> None:
-    """Replace a down-projection that other nodes read as well by the result of a skinny GEMM."""
-    if not was_erased(old):
-        substitute(old, new)
+def replace_all(made: Mapping[fx.Node, Made]) -> None:
+    """Replace down-projections that other nodes read as well by the results of skinny GEMMs."""
+    for old, new in made.items():
+        if not was_erased(old):
+            substitute(old, new.output)

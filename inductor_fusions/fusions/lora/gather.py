@@ -70,11 +70,6 @@ class _Wanted:
         assert isinstance(read, torch.dtype)
         return read
 
-    @property
-    def bytes(self) -> int:
-        """The approximate number of bytes of the parts."""
-        return _bytes(self.matrix)
-
 
 def is_input(matrix: fx.Node) -> bool:
     """Whether a matrix is an input of the graph, or a view of one."""
@@ -136,6 +131,7 @@ class Gathered(Candidate):
 
 
 def _bytes(matrix: fx.Node) -> int:
+    """The approximate number of bytes of the parts of a matrix."""
     return 3 * 2 * int(value(matrix).numel())
 
 
@@ -190,7 +186,7 @@ def _chunks(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
         for first in range(0, len(layer), length):
             chunk: list[_Wanted] = []
             for w in layer[first : first + length]:
-                if chunk and sum(other.bytes for other in (*chunk, w)) > MOST_BYTES:
+                if chunk and sum(_bytes(other.matrix) for other in (*chunk, w)) > MOST_BYTES:
                     yield chunk
                     chunk = []
                 chunk.append(w)

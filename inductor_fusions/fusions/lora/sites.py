@@ -231,8 +231,7 @@ class Adapted(Candidate):
         bare = replace(place, sunk=())
         outputs = emit.insert(bare, self.anchor, groups, dtype=dtype, wide=wide)
         self._replace_roots(outputs, place)
-        for node, one in made.items():
-            downs.replace_one(node, one.output)
+        downs.replace_all(made)
         return self.kernel
 
     def _replace_roots(self, outputs: Sequence[fx.Node], place: Place) -> None:

@@ -59,7 +59,6 @@ from .loading import (
     when_inductor_loads,
 )
 from .lowering import (
-    beside,
     call_eagerly,
     call_lowering,
     cast,

@@ -57,7 +57,7 @@ def canonicalise(site: Attention, interpreter: Interpreter) -> Problem:
         short_k, short_v = _scalable(full_k, full_v, dtype)
     problem = Problem(
         q=q, k=short_k, v=short_v, full_k=full_k, full_v=full_v, scale=site.scale, dropout=site.dropout,
-        causal=left is None, dtype=dtype, results=site.results, output=site.output,
+        causal=left is None, dtype=dtype, results=site.results,
         terms=[
             (finite(t) if t in zeroed or (hides_rows and t.fill is not None) else t, operand)
             for t, operand in terms

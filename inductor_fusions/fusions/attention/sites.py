@@ -214,7 +214,6 @@ class SdpaCall(Candidate):
             train=any(records_gradients(torch_ops.tensor(op[n])) for n in ("query", "key", "value"))
             or records_gradients(out),
             structure=None if term is None else self._structure(term, shape),
-            output=self.anchor,
             version=self.scope.mutations.last,
             transformed=self.scope.modes.at(self.anchor).within(*REVERSE),
         )  # fmt: skip

@@ -388,9 +388,6 @@ def test_on_the_device(length: int, dtype: torch.dtype) -> None:
     if length > plan.MOST_KEYS_IN_KERNEL[dtype.itemsize]:
         pytest.skip("more keys than the kernel takes")
 
-    def fn(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
-        return windows(q, k, v, bias, mask)
-
     q, k, v = (
         torch.randn(64, length, 4, 32, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_()
         for _ in range(3)
@@ -398,4 +395,4 @@ def test_on_the_device(length: int, dtype: torch.dtype) -> None:
     bias = torch.randn(1, 4, length, length, device="cuda", dtype=dtype).requires_grad_()
     mask = torch.where(torch.rand(16, length, length, device="cuda") < 0.3, -100.0, 0.0).to(dtype)
     with config.patch(attention_kernel="short", policy="always"):
-        testing.check(fn, (q, k, v, bias, mask), kernel="short", fused=1)
+        testing.check(windows, (q, k, v, bias, mask), kernel="short", fused=1)

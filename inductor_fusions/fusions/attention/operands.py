@@ -179,18 +179,18 @@ def regroup(operand: Operand, lead: Sequence[Any], target: Sequence[Any]) -> Ope
     return operand.expand((*expanded, *tail)).reshape((*final, *tail))
 
 
-def unrepeated(operand: Operand, dim: int) -> tuple[Operand, int] | None:
+def unrepeated(operand: Operand) -> tuple[Operand, int] | None:
     """Look through repeated key/value heads.
 
     Args:
-        operand: keys or values whose dim `dim` (negative) holds the heads.
+        operand: keys or values on (batch, heads, length, dim).
 
     Returns:
         (operand with heads / n heads, n) where head i of `operand` is head i // n of the result: the
         order of `repeat_interleave` and of expand + reshape, which is that of `enable_gqa`. None where
         no such repetition is found (`repeat`, whose order differs, is none).
     """
-    position = dim % operand.value.dim()
+    position = operand.value.dim() - 3
     for method, args in reversed(operand.steps):
         if method != "permute":
             return None

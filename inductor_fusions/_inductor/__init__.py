@@ -109,6 +109,7 @@ from .shapes import (
     range_of,
     records_gradients,
     share_fake_mode,
+    subclass_given,
     suppress_guards,
     symbol_parts,
     value_of,

@@ -31,6 +31,7 @@ from .graphs import (
     copied_graph,
     is_body_of_dynamo,
     module_path,
+    numpy_name,
     only_traced_autograd_runs,
     remembered,
     remembering,

@@ -23,6 +23,7 @@ from .arrangement import OVER_ANOTHER_DIM, OWN_KEYS, OWN_VALUES, Arrangement, Mi
 from .assigned import condition as assigned_to
 from .assigned import tests_nan
 from .masks import Interpreter
+from .no_product import WITHOUT_NUMPY, by_numpy
 from .normal_form import Attention, Result, Term
 from .operands import Operand, product
 from .read_elsewhere import read_by_other, several
@@ -326,6 +327,10 @@ def _between(op: Op, weights: fx.Node) -> Rejected:
         return Reason.NO_PRODUCT.rejected("the weights are multiplied elementwise, not by a matrix product")
     if op.name in torch_ops.ADDING:
         return Reason.IN_BETWEEN.rejected(f"{op.name} also adds a tensor to the product with v", "torch.bmm")
+    if numpy := by_numpy(op):
+        return Reason.IN_BETWEEN.rejected(
+            f"the weights are read by {numpy}, which is not read", WITHOUT_NUMPY
+        )
     return Reason.IN_BETWEEN.rejected(f"{op.name} is between the softmax and the product with v")
 
 

@@ -19,6 +19,7 @@ from ...operands import same_shape
 from ...reasons import Reason
 from .arrangement import Arrangement, Misplaced, is_view
 from .masks import Interpreter
+from .no_product import WITHOUT_NUMPY, by_numpy
 from .normal_form import Attention, Term
 from .structure import narrowed
 from .written_out import sums_at
@@ -168,4 +169,8 @@ def between(op: Op, weights: fx.Node) -> Rejected:
         return Reason.NO_PRODUCT.rejected("the weights are multiplied elementwise, not by a matrix product")
     if op.name in torch_ops.ADDING:
         return Reason.IN_BETWEEN.rejected(f"{op.name} also adds a tensor to the product with v", "torch.bmm")
+    if numpy := by_numpy(op):
+        return Reason.IN_BETWEEN.rejected(
+            f"the weights are read by {numpy}, which is not read", WITHOUT_NUMPY
+        )
     return Reason.IN_BETWEEN.rejected(f"{op.name} is between the softmax and the product with v")

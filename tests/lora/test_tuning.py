@@ -227,8 +227,8 @@ def test_parts_of_a_skinny_product(own_tables: Path, monkeypatch: pytest.MonkeyP
     """The nearest problem's tile is taken, and K in as many parts as fill the device with the rows here."""
     near = narrow.Shape(4096, 4096, (16,), "n", torch.bfloat16, torch.bfloat16)
     row = {**narrow.problem(near), "config": asdict(narrow.Config(32, 128, 1, 4, 4))}
-    table = {"schema": 1, "device": "NVIDIA H200", "narrow_mm": [row]}
-    (own_tables / "nvidia_h200.json").write_text(json.dumps(table))
+    about = {"schema": 1, "device": "NVIDIA H200", "torch": "2.11.0", "date": "2026-11-27", "attention": []}
+    (own_tables / "nvidia_h200.json").write_text(json.dumps({**about, "narrow_mm": [row]}))
     monkeypatch.setattr(tables, "device_name", lambda device: "nvidia_h200")
     for rows, splits in ((4096, 1), (1000, 4), (200, 14)):
         found = narrow.measured(replace(near, rows=rows, inner=3584), torch.device("cuda"))

@@ -7,7 +7,7 @@ looked through where their dtype holds that of the products or of the result: wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from ...operands import holds, tensor, value
 from ...reasons import Reason, Said
 from .adapters import Adapter, Step, adapter_of, step, times_tensor, weighted
 from .columns import parts_of
+from .masks import mask_in
 
 aten = torch.ops.aten
 
@@ -325,7 +326,7 @@ def alone(up: fx.Node) -> Said:
             return Reason.NO_BASE("this graph returns the result of the two products as it is")
         by = _other_factor(user, node)
         if by is not None and times_tensor(user) is None:
-            if any(reader.dtype == torch.bool for reader in _sources(by)):
+            if mask_in(by) is not None:
                 return Reason.BEHIND_ADAPTER("a mask is applied to the result of the adapter")
             how = "divided" if user.target in DIV else "multiplied"
             if not additions_behind([user]):
@@ -377,15 +378,6 @@ def _other_factor(user: fx.Node, node: fx.Node) -> fx.Node | None:
     first, second = user.args
     by = second if first is node else first if user.target in MUL else None
     return by if isinstance(by, fx.Node) and tensor(by) is not None else None
-
-
-def _sources(node: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    found = tensor(node)
-    if found is not None:
-        yield found
-        if depth:
-            for other in node.all_input_nodes:
-                yield from _sources(other, depth - 1)
 
 
 def cast_behind(top: fx.Node) -> fx.Node:

@@ -7,7 +7,7 @@ Every figure comes from bench/results/*.json. Missing files and columns are left
 `models_*.json` and `widths_*.json` are files of bench.models, `lora_models_*.json` of bench.models_lora,
 `bench_*.json` of `inductor_fusions bench`; `attention_*.json`, `flex_*.json`, `projections_*.json` and
 `lora_*.json` of the scripts bench.tune_*; `outer_product_*.json`, `dot_interaction_*.json`,
-`decode_attention_*.json`, `loss_head_*.json`, `tile_model.json`, `guards_*.json`, `steps_*.json`,
+`decode_attention_*.json`, `loss_head_*.json`, `tile_model*.json`, `guards_*.json`, `steps_*.json`,
 `generate_*.json`, `whole_mlp_*.json`, `mlp_training_*.json`, `convergence_*.json` and `distributed_*.json` of
 scripts of these names; `fuzz_*.json` of tests.fuzz, `load_cpu.json` of tests.load, `sanitizer_*.json` of
 tests.gpu.sanitize.
@@ -49,8 +49,8 @@ END = "<!-- measured: end -->"
 #: The device of the README's table, and of what it says of adapters.
 README_RESULTS = "models_h200.json"
 README_ADAPTERS = "lora_models_h200.json"
-#: What docs/measuring.md says of the model of tiles.
-TILES = "tile_model.json"
+#: What docs/measuring.md says of the chosen configurations: of linears, and of those with adapters.
+TILES = "tile_model.json", "tile_model_lora.json"
 #: The device of the plots, as files name it.
 PLOTTED = "h200"
 PREFACE = f"""# Performance
@@ -174,7 +174,7 @@ def render(root: Path = ROOT) -> dict[Path, str]:
     """Each text that this script writes, with what it should hold."""
     results, page = root / "bench" / "results", root / "README.md"
     tested, judged = root / "docs" / "reliability.md", root / "docs" / "measuring.md"
-    tiles = json.loads((results / TILES).read_text("utf-8"))
+    tiles = [json.loads((results / name).read_text("utf-8")) for name in TILES]
     measured = results / README_RESULTS
     written = sections(results)
     return {
@@ -188,7 +188,7 @@ def render(root: Path = ROOT) -> dict[Path, str]:
         },
         root / "docs" / "whole_mlp.md": docs_whole_mlp.page(results),
         tested: between(tested.read_text("utf-8"), docs_reliability.measured(results, PLOTTED), tested.name),
-        judged: between(judged.read_text("utf-8"), tiles_table(tiles), judged.name),
+        judged: between(judged.read_text("utf-8"), tiles_table(*tiles), judged.name),
         root / "docs" / "speedups.svg": picture.draw(
             json.loads(measured.read_text("utf-8")) if measured.exists() else {"rows": []}
         ),

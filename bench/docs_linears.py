@@ -221,15 +221,25 @@ WAYS = {
 }
 
 
-def tiles_table(result: Json) -> str:
-    """What bench.tile_model says of the configurations that are chosen."""
+#: The kernels of bench.lora_tiles, in the words of docs/measuring.md.
+ADAPTERS = {"block": "linears with adapters", "narrow": "skinny GEMMs", "added": "updates that are added"}
+
+
+def tiles_table(linears: Json, adapters: Json) -> str:
+    """What bench.tile_model and bench.lora_tiles say of the configurations that are chosen."""
     rows = []
-    for name, found in result["judgement"].items():
-        gpu = f"{name.split('_')[1].upper()}, {found['problems']} problems"
-        for way, words in WAYS.items():
+
+    def add(device: str, what: str, found: Json, ways: Mapping[str, str]) -> None:
+        gpu = f"{device.split('_')[1].upper()}, {found['problems']} {what}"
+        for way, words in ways.items():
             values = found["ways"][way]
             longer = [f"{values[column]:.0%}" for column in ("mean", "nine_tenths_below", "most", "kept")]
             rows.append([gpu, words, *longer, f"{values['below_0.98']} of {values['kernel']}"])
+
+    for name, found in linears["judgement"].items():
+        add(name, "linears", found, WAYS)
+    for kernel, words in ADAPTERS.items():
+        add(adapters["of"], words, adapters["kernels"][kernel], {"chosen": WAYS["shipped"]})
     columns = (
         "", "configuration", "longer than the fastest, mean", "nine tenths are below", "most",
         "log speedup kept", "below 0.98 of stock",

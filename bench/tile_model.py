@@ -127,7 +127,7 @@ def constants_of(values: Mapping[str, float]) -> Constants:
 
 #: What a fit starts from: all tiles alike.
 START = {
-    **dict.fromkeys(flat(cost.CONSTANTS), 1.0), "latency": 0.004, "slowest": 2.0,
+    **dict.fromkeys(flat(cost.CONSTANTS), 1.0), "latency": 0.25, "slowest": 2.0,
     **{name: 1.5 for name in flat(cost.CONSTANTS) if name.startswith("slowness")},
 }  # fmt: skip
 
@@ -145,24 +145,24 @@ def points(problems: Iterable[tuple[str, Timed]]) -> list[Point]:
     ]
 
 
-def fit(points: Sequence[Point], start: Mapping[str, float] = START) -> Constants:
+def fit(points: Sequence[Point]) -> Constants:
     """The constants with the least mean error of the logarithms of times.
 
     One constant after the other is made larger or smaller, until none makes the error smaller; then in
     smaller steps.
     """
-    parts = {name: [point for point in points if _depends(point[0], name, start)] for name in start}
-    values = dict(start)
+    parts = {name: [point for point in points if _depends(point[0], name)] for name in START}
+    values = dict(START)
 
     def errors(name: str, tried: Mapping[str, float]) -> float:
-        far = math.log(tried[name] / start[name]) ** 2
+        far = math.log(tried[name] / START[name]) ** 2
         return error(parts[name], constants_of(tried)) + PULL * len(points) * far
 
     for step in STEPS:
         better = True
         while better:
             better = False
-            for name in start:
+            for name in START:
                 least = errors(name, values) * (1 - 1e-6)
                 for factor in (math.exp(step), math.exp(-step)):
                     tried = {**values, name: values[name] * factor}
@@ -172,13 +172,13 @@ def fit(points: Sequence[Point], start: Mapping[str, float] = START) -> Constant
     return constants_of({name: float(f"{value:.3g}") for name, value in values.items()})
 
 
-def _depends(work: Work, name: str, start: Mapping[str, float]) -> bool:
+def _depends(work: Work, name: str) -> bool:
     """Whether the time of a work depends on a constant."""
     group, _, key = name.partition(" ")
     tile = "{}x{}".format(*work.tile)
     if group == "slowness":
         return key == tile
-    return f"slowness {tile}" not in start if group == "slowest" else key in ("", work.template)
+    return f"slowness {tile}" not in START if group == "slowest" else key in ("", work.template)
 
 
 def error(points: Sequence[Point], by: Constants) -> float:

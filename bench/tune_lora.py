@@ -207,7 +207,7 @@ def conclude(row: Row, device: str, result: Json, choices: dict[str, Choice], se
     choice = choices[best]
     if seen.decode:
         shape = seen.decode[0]
-        chosen = choice.decode or decode.default(shape, arch)
+        chosen = choice.decode or decode.default(shape)
         result["decode"] = {**shape.key, "config": asdict(chosen)}
     if seen.block and row.kind in ("forward", "backward") and not row.dropout:
         posed = seen.block[0]

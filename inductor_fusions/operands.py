@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._inductor import draws_as_eager, is_batched, is_wrapper, known_true, range_of, value_of
+from ._inductor import (
+    draws_as_eager,
+    is_batched,
+    is_wrapper,
+    known_true,
+    range_of,
+    subclass_given,
+    value_of,
+)
 from .decisions import Decision, Span
 from .decisions.tables import dtype_name
 from .fusion import LeftToStock
@@ -102,6 +110,20 @@ def check_kind(*values: Any) -> None:
                 f"an operand is a {type(value).__name__}, for which a fused kernel may not be defined",
                 "pass local tensors, as ColwiseParallel does by default",
             )
+
+
+def check_given(node: Any) -> None:
+    """Leave what reads an input that is of a subclass of Tensor to stock: torch may refuse kernels for it.
+
+    Raises:
+        LeftToStock: with the name of the subclass.
+    """
+    kind = subclass_given(node)
+    if kind is not None:
+        raise Reason.SUBCLASS.left_to_stock(
+            f"an operand is an input of type {kind.__name__}, for which torch may refuse a fused kernel",
+            "pass x.as_subclass(torch.Tensor)",
+        )
 
 
 def check_random_numbers() -> None:

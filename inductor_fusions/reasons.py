@@ -109,8 +109,8 @@ class Reason(Enum):
         "Compile the inner function on its own, or leave this graph to stock.",
     )
     SUBCLASS = (
-        "An operand is a wrapper subclass of Tensor, such as a DTensor.",
-        "Pass local tensors, as `ColwiseParallel` does by default.",
+        "An operand is of a subclass of Tensor, such as DTensor.",
+        "Pass local tensors, as `ColwiseParallel` does by default, or `x.as_subclass(torch.Tensor)`.",
     )
     ORDER = (
         "The operations cannot be moved together: one result is needed before all operands are computed.",

@@ -140,6 +140,9 @@ def few_queries_or_keys() -> list[Row]:
     }
     for queries, shapes in few.items():
         rows += rows_of(shapes, ["none", "pad"], q_len=queries)
+        # Both of these masks are causal as well: with more queries than keys they would mask whole rows.
+        masks = ["bias", *(["bias_batch", "bool4d"] if queries <= min(shape[2] for shape in shapes) else [])]
+        rows += rows_of(shapes[:2], masks, q_len=queries)
         rows += rows_of(shapes, ["none", "pad"], "float32", [False], q_len=queries)
     return rows
 

@@ -153,7 +153,7 @@ def choosing(row: Row, choice: Choice, seen: Seen) -> Iterator[None]:
 
     def pair(shape: Any, device: torch.device) -> Any:
         seen.decode.append(shape)
-        return choice.decode or decode.default(shape, heuristics.capability(device))
+        return choice.decode or decode.default(shape)
 
     def tile(shape: Any, device: torch.device) -> Any:
         seen.added.append(shape)

@@ -31,6 +31,7 @@ from .graphs import (
     copied_graph,
     is_body_of_dynamo,
     module_path,
+    numpy_name,
     only_traced_autograd_runs,
     remembered,
     remembering,
@@ -59,7 +60,6 @@ from .loading import (
     when_inductor_loads,
 )
 from .lowering import (
-    beside,
     call_eagerly,
     call_lowering,
     cast,
@@ -109,6 +109,7 @@ from .shapes import (
     range_of,
     records_gradients,
     share_fake_mode,
+    subclass_given,
     suppress_guards,
     symbol_parts,
     value_of,

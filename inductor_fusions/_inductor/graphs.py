@@ -40,6 +40,13 @@ def is_body_of_dynamo(graph: fx.Graph) -> bool:
     )
 
 
+def numpy_name(target: Any) -> str:
+    """The name of the operation of NumPy that Dynamo traces as a call of `target`; "" of another target."""
+    utils = importlib.import_module("torch._dynamo.utils")
+    kinds = utils.numpy_to_tensor_wrapper, utils.numpy_method_wrapper, utils.numpy_operator_wrapper
+    return str(target.__name__).removeprefix("wrapped_") if isinstance(target, kinds) else ""
+
+
 def only_traced_autograd_runs(graph: fx.Graph) -> bool:
     """Whether a graph calls regions whose backward runs in a trace alone.
 

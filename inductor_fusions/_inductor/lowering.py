@@ -93,12 +93,6 @@ def lower_as(compute: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     return found if isinstance(virtualized.graph.current_node.meta["val"], (list, tuple)) else found[0]
 
 
-def beside(values: Sequence[Any]) -> Any:
-    """Matrices side by side, computed in one loop."""
-    lowering = importlib.import_module("torch._inductor.lowering")
-    return lowering.pointwise_cat(list(values), 1)
-
-
 def realize(values: Sequence[Any]) -> list[Any]:
     """The values stored in memory, with fixed strides."""
     ir = importlib.import_module("torch._inductor.ir")

@@ -174,6 +174,21 @@ def is_wrapper(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and bool(is_traceable_wrapper_subclass(tensor))
 
 
+def subclass_given(node: Any) -> type | None:
+    """The subclass of Tensor that the caller passes for an input of Dynamo's graph, if it is one.
+
+    Dynamo traces through `__torch_function__`, and the value of the node is that of a plain tensor. What runs
+    gets the tensor as it is, and torch (2.13) runs no operation on it in the first call. A Parameter is none.
+    """
+    from torch.fx.experimental.proxy_tensor import HANDLED_TYPES
+
+    given = node.meta.get("grapharg") if isinstance(node, fx.Node) else None
+    tensor = getattr(given, "example", None)
+    if isinstance(tensor, torch.nn.Parameter):
+        tensor = tensor.data
+    return None if not isinstance(tensor, torch.Tensor) or type(tensor) in HANDLED_TYPES else type(tensor)
+
+
 @contextlib.contextmanager
 def suppress_guards(fake_mode: Any | None) -> Iterator[None]:
     """Questions about sizes asked inside add no guard to the user's graph."""

@@ -146,62 +146,85 @@ SOME_ROWS = (
 )  # fmt: skip
 
 
+#: Tiles for up to 64 rows: columns, step of K, warps, stages.
+FEW = (
+    (16, 256, 2, 4), (32, 256, 2, 4), (64, 256, 2, 4), (64, 256, 4, 3), (64, 256, 8, 4), (64, 128, 4, 5),
+    (32, 128, 4, 5), (16, 128, 2, 4),
+)  # fmt: skip
+#: Persistent tiles: rows, columns, warps, stages, parts of a stored tile, thread blocks of a multiprocessor,
+#: and `group_m`. Four stages leave no room for a whole tile that is stored, so it goes in parts.
+PERSISTENT = (
+    (128, 256, 8, 3, 2, 1, 8), (128, 256, 8, 3, 1, 1, 16), (128, 128, 4, 3, 1, 2, 8),
+    (128, 128, 4, 3, 1, 2, 16), (128, 128, 8, 4, 1, 1, 8), (64, 256, 4, 4, 1, 1, 8),
+    (256, 128, 8, 3, 2, 1, 8), (64, 128, 4, 4, 1, 2, 8), (128, 256, 8, 4, 4, 1, 8),
+)  # fmt: skip
+#: Tiles for some rows: rows, columns, step of K, warps, stages.
+SOME = (
+    (64, 64, 64, 4, 4), (64, 64, 64, 4, 6), (64, 64, 128, 4, 5), (128, 128, 64, 8, 4), (64, 128, 64, 4, 4),
+    (128, 64, 64, 4, 4), (64, 32, 128, 4, 4),
+)  # fmt: skip
+#: One tile for each multiprocessor, as large as its accumulator can be: loads by pointer start a microsecond
+#: earlier for each descriptor of a bulk copy that is not made. Widths of models are multiples of three or
+#: divide badly: tiles of 96 and 192 fill the device.
+LARGE = (
+    (64, 128, 128, 4, 4), (64, 128, 64, 4, 6), (128, 128, 64, 8, 6), (64, 256, 64, 4, 4),
+    (64, 256, 64, 8, 4), (128, 256, 64, 8, 4), (64, 96, 128, 4, 4), (64, 96, 64, 4, 6), (128, 96, 64, 4, 4),
+    (128, 96, 64, 8, 4), (64, 192, 64, 4, 4), (64, 192, 64, 4, 6), (128, 192, 64, 8, 4),
+)  # fmt: skip
+#: Tiles that go across groups.
+ACROSS = (
+    (64, 96, 128, 4, 5), (128, 96, 64, 4, 4), (64, 192, 64, 4, 4), (64, 192, 64, 4, 6),
+    (128, 192, 64, 8, 4), (64, 128, 128, 4, 4), (64, 128, 64, 4, 4),
+)  # fmt: skip
+
+
 def candidates(problem: Problem, arch: int) -> list[Config]:
     """Configurations worth measuring, for tuning and for `max_autotune`."""
     most = max(512 if m is None else m for m in problem.rows)
-    found = [default(problem, arch)]
-    few = few_rows(problem)
-    if few:
-        for block_n, block_k, warps in ONE_ROW if few == 1 else SOME_ROWS:
-            if block_n * _row_step(problem, block_k) >= 32 * warps * (2 if few == 1 else 8):
-                found.append(Config("row", padded(few, 1), block_n, _row_step(problem, block_k), warps, 1))
+    few, some = few_rows(problem), 64 < most <= 2048
+    found = [default(problem, arch), *_of_few_rows(problem, few)]
     if few == 1:
-        for block_n in (16, 32, 64):
-            found.append(Config("tiled", 16, block_n, 256, 2, 4))
+        found += [Config("tiled", 16, block_n, 256, 2, 4) for block_n in (16, 32, 64)]
     elif most <= 64:
-        block_m = padded(most)
-        for block_n, block_k, warps, stages in (
-            (16, 256, 2, 4), (32, 256, 2, 4), (64, 256, 2, 4), (64, 256, 4, 3), (64, 256, 8, 4),
-            (64, 128, 4, 5), (32, 128, 4, 5), (16, 128, 2, 4),
-        ):  # fmt: skip
-            found.append(Config("tiled", block_m, block_n, block_k, warps, stages))
+        found += [Config("tiled", padded(most), *tile) for tile in FEW]
     elif arch >= 90 and problem.dtype != torch.float32 and _bulk_copies(problem, arch):
-        for block_m, columns, warps, stages, parts, each, group_m in (
-            (128, 256, 8, 3, 2, 1, 8), (128, 256, 8, 3, 1, 1, 16), (128, 128, 4, 3, 1, 2, 8),
-            (128, 128, 4, 3, 1, 2, 16), (128, 128, 8, 4, 1, 1, 8), (64, 256, 4, 4, 1, 1, 8),
-            (256, 128, 8, 3, 2, 1, 8), (64, 128, 4, 4, 1, 2, 8),
-            # Four stages leave no room for a whole tile that is stored, so it goes in parts.
-            (128, 256, 8, 4, 4, 1, 8),
-        ):  # fmt: skip
-            # A gated pair has two accumulators, each of half of the columns.
-            block_n, parts = (columns // 2, 1) if problem.gated else (columns, parts)
-            found.append(Config("persistent", block_m, block_n, 64, warps, stages, group_m, parts, each))
-    if 64 < most <= 2048 or arch < 90:
-        for block_m, block_n, block_k, warps, stages in (
-            (64, 64, 64, 4, 4), (64, 64, 64, 4, 6), (64, 64, 128, 4, 5), (128, 128, 64, 8, 4),
-            (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (64, 32, 128, 4, 4),
-        ):  # fmt: skip
-            found.append(Config("tiled", block_m, block_n, block_k, warps, stages))
-    if 64 < most <= 2048 and arch >= 90:
-        # One tile for each multiprocessor, as large as its accumulator can be: loads by pointer start a
-        # microsecond earlier for each descriptor of a bulk copy that is not made.
-        for block_m, columns, block_k, warps, stages in (
-            (64, 128, 128, 4, 4), (64, 128, 64, 4, 6), (128, 128, 64, 8, 6), (64, 256, 64, 4, 4),
-            (64, 256, 64, 8, 4), (128, 256, 64, 8, 4),
-            # Widths of models are multiples of three or divide badly: tiles of 96 and 192 fill the device.
-            (64, 96, 128, 4, 4), (64, 96, 64, 4, 6), (128, 96, 64, 4, 4), (128, 96, 64, 8, 4),
-            (64, 192, 64, 4, 4), (64, 192, 64, 4, 6), (128, 192, 64, 8, 4),
-        ):  # fmt: skip
-            block_n = columns // 2 if problem.gated else columns
-            found.append(Config("tiled", block_m, block_n, block_k, warps, stages))
-    if 64 < most <= 2048 and arch >= 90 and _lie_alike(problem):
-        for block_m, block_n, block_k, warps, stages in (
-            (64, 96, 128, 4, 5), (128, 96, 64, 4, 4), (64, 192, 64, 4, 4), (64, 192, 64, 4, 6),
-            (128, 192, 64, 8, 4), (64, 128, 128, 4, 4), (64, 128, 64, 4, 4),
-        ):  # fmt: skip
-            if any(n % block_n for n in problem.columns[:-1]):
-                found.append(Config("tiled", block_m, block_n, block_k, warps, stages, across=True))
+        found += _persistent(problem)
+    if some or arch < 90:
+        found += [Config("tiled", *tile) for tile in SOME]
+    if some and arch >= 90:
+        # A gated pair has two accumulators, each of half of the columns.
+        halves = 2 if problem.gated else 1
+        for block_m, columns, block_k, warps, stages in LARGE:
+            found.append(Config("tiled", block_m, columns // halves, block_k, warps, stages))
+        found += _across(problem)
     return [c for c in dict.fromkeys(found) if fits(c, problem, arch)]
+
+
+def _of_few_rows(problem: Problem, few: int) -> list[Config]:
+    """Configurations of "row" that give each thread enough to load."""
+    found = []
+    for block_n, wanted, warps in () if not few else ONE_ROW if few == 1 else SOME_ROWS:
+        block_k = _row_step(problem, wanted)
+        if block_n * block_k >= 32 * warps * (2 if few == 1 else 8):
+            found.append(Config("row", padded(few, 1), block_n, block_k, warps, 1))
+    return found
+
+
+def _persistent(problem: Problem) -> list[Config]:
+    """Configurations of "persistent"; a gated pair has two accumulators, each of half of the columns."""
+    found = []
+    for block_m, columns, warps, stages, parts, each, group_m in PERSISTENT:
+        block_n, parts = (columns // 2, 1) if problem.gated else (columns, parts)
+        found.append(Config("persistent", block_m, block_n, 64, warps, stages, group_m, parts, each))
+    return found
+
+
+def _across(problem: Problem) -> list[Config]:
+    """Configurations of "tiled" across groups, where a group ends inside of a tile."""
+    if not _lie_alike(problem):
+        return []
+    tried = [Config("tiled", *tile, across=True) for tile in ACROSS]
+    return [each for each in tried if any(n % each.block_n for n in problem.columns[:-1])]
 
 
 def fits(choice: Config, problem: Problem, arch: int) -> bool:

@@ -28,7 +28,7 @@ class Constants:
     Attributes:
         slowness: what tiles lose, by their rows and columns: small ones read more for each result.
         slowest: the same of tiles that are not listed.
-        latency: microseconds for one element of K that no tile goes below, because loads take that long.
+        latency: microseconds for one step of K that no tile goes below, because loads take that long.
         launch, start, store: microseconds of a launch, of each tile, and of storing a tile of 128 x 256, by
             template. A persistent kernel makes descriptors of its bulk copies first, and stores a tile while
             it multiplies the next.
@@ -48,17 +48,14 @@ CONSTANTS = Constants(
         (64, 192): 1.52, (64, 128): 1.6, (128, 96): 1.68, (128, 64): 1.7, (64, 96): 1.9, (64, 64): 2.2,
     },
     slowest=2.5,
-    latency=0.0041,
+    latency=0.26,
     launch={"persistent": 4.3, "tiled": 0.24},
     start={"persistent": 0.54, "tiled": 0.88},
     store={"persistent": 1.1, "tiled": 4.0},
 )  # fmt: skip
 #: The configuration of the nearest measured problem is kept if it is modelled to take at most so many times
-#: the least time, because it may know what the model does not; and of sums with adapters, whose times the
-#: constants were not fitted to.
-DOUBT, DOUBT_OF_ADAPTERS = 1.1, 1.25
-#: Products of at most this K are those of adapters.
-MOST_RANK = 256
+#: the least time, because it may know what the model does not.
+DOUBT = 1.1
 #: Of a multiprocessor: bytes of shared memory, and registers.
 SHARED, REGISTERS = 228 * 1024, 65536
 
@@ -69,11 +66,6 @@ def is_modelled(problem: Problem, arch: int) -> bool:
     return arch == 90 and problem.dtype.itemsize == 2 and rows > FEW_ROWS and None not in problem.inner
 
 
-def doubt(problem: Problem) -> float:
-    """By how many times a configuration has to be faster than the nearest problem's to be taken."""
-    return DOUBT_OF_ADAPTERS if min(k or 0 for k in problem.inner) <= MOST_RANK else DOUBT
-
-
 @dataclass(frozen=True)
 class Work:
     """What a configuration has to do for a problem.
@@ -81,6 +73,7 @@ class Work:
     Attributes:
         tile: rows and columns; of a gated pair the columns of both.
         inner: the mean of K of a tile, in whole steps.
+        depth: K of a step.
         each: tiles of the multiprocessor that has most of them.
         together: thread blocks that a multiprocessor has room for.
     """
@@ -88,6 +81,7 @@ class Work:
     template: str
     tile: tuple[int, int]
     inner: float
+    depth: int
     each: int
     together: int
 
@@ -97,8 +91,8 @@ class Work:
         step = STEP * by.slowness.get(self.tile, by.slowest) * area
         ends = by.start[self.template] + by.store[self.template] * area
         full, rest = divmod(self.each, self.together)
-        time = full * (max(self.together * step, by.latency) * self.inner + ends)
-        time += (max(rest * step, by.latency) * self.inner + ends) if rest else 0.0
+        time = full * (max(self.together * step, by.latency / self.depth) * self.inner + ends)
+        time += (max(rest * step, by.latency / self.depth) * self.inner + ends) if rest else 0.0
         return by.launch[self.template] + time
 
 
@@ -113,7 +107,7 @@ def work(choice: Config, problem: Problem, processors: int) -> Work:
     tiles, inner = _tiles(choice, problem)
     together = choice.per_processor if choice.template == "persistent" else _together(choice, problem)
     tile = choice.block_m, choice.block_n * (2 if problem.gated else 1)
-    return Work(choice.template, tile, inner, -(-tiles // processors), together)
+    return Work(choice.template, tile, inner, choice.block_k, -(-tiles // processors), together)
 
 
 def microseconds(choice: Config, problem: Problem, processors: int) -> float:

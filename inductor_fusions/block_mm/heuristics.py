@@ -81,7 +81,7 @@ def _faster(usual: Config, problem: Problem, device: torch.device) -> Config:
         return cost.microseconds(choice, problem, properties.multiprocessors)
 
     best = min(configurations.candidates(problem, arch), key=time)
-    return usual if time(usual) <= cost.doubt(problem) * time(best) else best
+    return usual if time(usual) <= cost.DOUBT * time(best) else best
 
 
 def _has_sizes(problem: Problem) -> bool:

@@ -250,42 +250,44 @@ def _variant(
     # launches take the host longer. Not with bulk copies: their descriptors are in memory that the kernel in
     # front may use as well.
     early = arch >= 90 and chosen.template != "persistent" and _inductor.captures_graphs()
+    few = rows if row or rows < chosen.block_m else 0
+    return _inductor.Variant(
+        source=template.source(chosen, structure, few, early, joined=arch < 100),
+        meta=_meta(chosen, padded(rows, 1) if row else chosen.block_m, device),
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        outputs=structure.outputs,
+        early=early,
+        wider=_wider(chosen, problem, arch),
+        crowded=_crowded(chosen, problem),
+    )
+
+
+def _meta(chosen: configurations.Config, block_m: int, device: torch.device) -> dict[str, Any]:
+    """The constants of a kernel."""
     meta: dict[str, Any] = {
-        "BLOCK_M": padded(rows, 1) if row else chosen.block_m,
+        "BLOCK_M": block_m,
         "BLOCK_N": chosen.block_n,
         "GROUP_M": chosen.group_m,
         "ACC_TYPE": "tl.float32",
     }
     if chosen.across:
         meta["ACROSS"] = True
-    crowded: dict[str, int] = {}
     if chosen.template == "persistent":
-        crowded = {} if problem.gated else {"SUBTILES": configurations.crowded(chosen)}
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         meta |= {
             "SUBTILES": chosen.subtiles,
             "NUM_PROGRAMS": chosen.per_processor * processors,
             "FARTHEST": FARTHEST,
         }
-    return _inductor.Variant(
-        source=template.source(
-            chosen.template,
-            structure,
-            chosen.block_k,
-            rows if row or rows < chosen.block_m else 0,
-            early,
-            joined=arch < 100,
-            thirds=chosen.block_n % 3 == 0,
-            across=chosen.across,
-        ),
-        meta=meta,
-        num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
-        outputs=structure.outputs,
-        early=early,
-        wider=_wider(chosen, problem, arch),
-        crowded=crowded,
-    )
+    return meta
+
+
+def _crowded(chosen: configurations.Config, problem: Problem) -> dict[str, int]:
+    """Constants of a persistent kernel whose epilogue holds several tensors of the size of a tile."""
+    if chosen.template != "persistent" or problem.gated:
+        return {}
+    return {"SUBTILES": configurations.crowded(chosen)}
 
 
 def _wider(chosen: configurations.Config, problem: Problem, arch: int) -> dict[int, dict[str, int]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..decisions.problems import padded
+from .configurations import Config
 
 FOLDER = Path(__file__).parent / "templates"
 #: Most products that are one loop: each step chooses among their operands.
@@ -125,36 +126,26 @@ def can_gate(structure: Structure) -> bool:
 
 
 def source(
-    template: str,
-    structure: Structure,
-    block_k: int,
-    rows: int = 0,
-    early: bool = False,
-    joined: bool = True,
-    thirds: bool = False,
-    across: bool = False,
+    chosen: Config, structure: Structure, rows: int = 0, early: bool = False, joined: bool = True
 ) -> str:
     """The text that Inductor's templates take.
 
     Args:
-        template: "tiled", "persistent" or "row".
-        block_k: most of K that one step takes.
+        chosen: the configuration, which names the template.
         rows: M of every group where it is known to be less than a tile has, else 0; "row" needs it.
         early: whether it starts before the kernel in front ends, and waits: "tiled" and "row".
         joined: whether the tiles of several groups may be one loop, and whether that over tiles may be one
             with a loop over K that has a product behind it: for Blackwell, Triton fails on many of them.
-        thirds: whether a tile has three times a power of two columns; "tiled" only.
-        across: whether a tile may have columns of two groups, which have one input; "tiled" only.
     """
     return render(
         FOLDER,
-        f"{template}.py.jinja",
+        f"{chosen.template}.py.jinja",
         names=structure.names,
-        **_parts(structure, block_k, template == "persistent", rows, joined),
+        **_parts(structure, chosen.block_k, chosen.template == "persistent", rows, joined),
         rows=rows,
         early=early,
-        thirds=thirds,
-        across=across,
+        thirds=chosen.block_n % 3 == 0,
+        across=chosen.across,
         norm=structure.norm,
     )
 

@@ -64,7 +64,7 @@ def absent_gpu(target: str) -> _inductor.AbsentDevice:
 def _read(section: str, problem: str) -> dict[str, Any]:
     try:
         row = json.loads(problem)
-        SECTIONS[section].check_problem(row)
+        SECTIONS[section].check(row, is_problem=True)
     except ValueError as error:
         what = f"{problem} is not JSON" if isinstance(error, json.JSONDecodeError) else error
         columns = ", ".join((*SECTIONS[section].columns, *SECTIONS[section].may))

@@ -95,15 +95,9 @@ class Section:
     untuned: Callable[[Row], float] = lambda row: 0.0
     fills: Callable[[Row, str, int], float] = lambda row, kernel, processors: 0.0
 
-    def check(self, row: Any) -> None:
-        """Refuse an object that is no row of this section."""
-        self._check(row, self.measured, self.needed)
-
-    def check_problem(self, row: Any) -> None:
-        """Refuse an object that is no problem of this section: a row without measured columns."""
-        self._check(row, {}, ())
-
-    def _check(self, row: Any, measured: Mapping[str, Check], needed: tuple[str, ...]) -> None:
+    def check(self, row: Any, is_problem: bool = False) -> None:
+        """Refuse an object that is no row of this section; or no problem, a row without measured columns."""
+        measured, needed = ({}, ()) if is_problem else (self.measured, self.needed)
         if type(row) is not dict:
             raise ValueError(f"{row!r} is not an object")
         known = {**self.columns, **{n: c for n, (c, _) in self.may.items()}, **measured}

@@ -265,9 +265,7 @@ def through(node: fx.Node, targets: frozenset[Any] | set[Any]) -> fx.Node:
 
 def unviewed(node: fx.Node) -> fx.Node:
     """The node that a node is a view of, through all views; itself if it is not a view."""
-    while kind(node).view and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
+    return through(node, VIEWS)
 
 
 def transpose_of(node: fx.Node) -> fx.Node | None:

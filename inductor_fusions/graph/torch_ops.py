@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from .._inductor import ATTRIBUTES, remembered, value_of
+from .._inductor import ATTRIBUTES, numpy_name, remembered, value_of
 from ..effects.inplace import arguments
 from ..effects.liveness import readers
 from ..effects.writes import is_in_place, is_told_to_overwrite
@@ -98,6 +98,10 @@ PRODUCTS = frozenset({"matmul", "bmm"}) | EQUATIONS
 ADDING = frozenset({"baddbmm", "addmm", "addbmm"})
 #: Operations of an attention whose operands autocast rounds.
 CASTED = PRODUCTS | ADDING
+#: In front of the names of NumPy's operations, which are not read further.
+NUMPY = "numpy."
+#: Its products.
+NUMPY_PRODUCTS = frozenset(NUMPY + name for name in ("matmul", "dot", "einsum", "tensordot"))
 #: Operations that read only the shape, dtype and device of their first argument.
 _LIKE = frozenset("full_like zeros_like ones_like empty_like new_full new_zeros new_ones new_tensor".split())
 
@@ -222,6 +226,8 @@ def _operator_name(target: Any) -> str:
 
 def _foreign_name(target: Any) -> str:
     """The name of a function that is not in the table; one that is not torch's keeps its module."""
+    if numpy := numpy_name(target):
+        return NUMPY + numpy
     module, name = getattr(target, "__module__", None), getattr(target, "__name__", str(target))
     top = str(module or "torch").partition(".")[0]
     return name if top in ("torch", "_operator", "builtins", "math") else f"{module}.{name}"

@@ -26,7 +26,7 @@ def rows_of(section: str, row: Row, kernels: Sequence[str], device: str) -> dict
         UnableError: its columns do not determine it, or no kernel supports it.
         NotFusedError: nothing was fused.
     """
-    SECTIONS[section].check_problem(row)
+    SECTIONS[section].check(row, is_problem=True)
     if section == "attention":
         by_kernel = gains(attention.case(row, device), kernels, device)
         if not by_kernel:

@@ -78,9 +78,13 @@ def check(fn: Function, inputs: Sequence[Any] | Mapping[str, Any], **options: An
         return testing.check(fn, inputs, **{**defaults, **options})
 
 
+#: `testing.capture` without Inductor's code generation.
+capture = functools.partial(testing.capture, backend=testing.EAGER_AFTER_PASSES)
+
+
 def same_as_eager(fn: Function, inputs: Sequence[torch.Tensor], **options: Any) -> testing.Capture:
     """The run with the fusions, of which none fails; its outputs are those of eager mode, not of float64."""
-    run = testing.capture(fn, *inputs, **{"backend": testing.EAGER_AFTER_PASSES, **options})
+    run = capture(fn, *inputs, **options)
     assert not [site for site in run.sites if site.verdict == "failed"], run.sites
     torch.testing.assert_close(run.outputs, fn(*(x.clone() for x in inputs)))
     return run

@@ -6,8 +6,20 @@ from typing import Any
 
 import torch
 
-from inductor_fusions import testing
-from tests.attention.support import BATCH, DIM, HEADS, KV_LEN, Q_LEN, cases, check, qkv, rand, sdpa, unfused
+from tests.attention.support import (
+    BATCH,
+    DIM,
+    HEADS,
+    KV_LEN,
+    Q_LEN,
+    capture,
+    cases,
+    check,
+    qkv,
+    rand,
+    sdpa,
+    unfused,
+)
 
 B, H, Q, K, D = BATCH, HEADS, Q_LEN, KV_LEN, DIM
 einsum = torch.einsum
@@ -275,6 +287,6 @@ def test_strides_of_results() -> None:
     for name in ("weights on the right", "queries and keys first", "queries before heads"):
         fn, inputs = PRODUCTS[name]
         given = inputs()
-        seen = testing.capture(fn, *given, backend=testing.EAGER_AFTER_PASSES)
+        seen = capture(fn, *given)
         (ours,) = seen.outputs.values() if isinstance(seen.outputs, dict) else [seen.outputs]
         assert ours.stride() == fn(*given).stride(), name

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.attention.support import BATCH, DIM, HEADS, Q_LEN, cases, check, qkv, rand, unfused
+from tests.attention.support import BATCH, DIM, HEADS, Q_LEN, cases, check, qkv, rand, scored, unfused
 
 B, H, N, D = BATCH, HEADS, Q_LEN, DIM
 
@@ -16,28 +17,36 @@ def scores(q: Any, k: Any) -> Any:
     return q @ k.mT * 0.25
 
 
+def assigned(change: Callable[..., None]) -> Callable[..., Any]:
+    """Attention in which `change` writes to the scores."""
+
+    def attention(q: Any, k: Any, v: Any, *given: Any) -> Any:
+        s = scores(q, k)
+        change(s, *given)
+        return s.softmax(-1) @ v
+
+    return attention
+
+
 def hidden(*shape: int) -> torch.Tensor:
     mask = torch.rand(shape) < 0.4
     mask[..., 0] = False
     return mask
 
 
-def filled(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    s = scores(q, k)
+@assigned
+def filled(s: Any, mask: Any) -> None:
     s[mask] = -1e9
-    return s.softmax(-1) @ v
 
 
-def filled_with_infinity(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    s = scores(q, k)
+@assigned
+def filled_with_infinity(s: Any, mask: Any) -> None:
     s[mask] = float("-inf")
-    return s.softmax(-1) @ v
 
 
-def causal(q: Any, k: Any, v: Any) -> Any:
-    s = scores(q, k)
+@assigned
+def causal(s: Any) -> None:
     s[torch.ones_like(s, dtype=torch.bool).triu(1)] = float("-inf")
-    return s.softmax(-1) @ v
 
 
 def test_fills() -> None:
@@ -53,10 +62,9 @@ def test_fill_of_some_heads() -> None:
     check(filled, (*qkv(N, N), torch.tensor([[True, False, False], [False, True, False]])))
 
 
-def filled_by_data(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    s = scores(q, k)
+@assigned
+def filled_by_data(s: Any, mask: Any) -> None:
     s.data.masked_fill_(mask, float("-inf"))
-    return s.softmax(-1) @ v
 
 
 def filled_by_detach(q: Any, k: Any, v: Any, mask: Any) -> Any:
@@ -76,10 +84,9 @@ def test_fills_that_autograd_does_not_see(fn: Any, train: bool) -> None:
 def test_fills_whose_gradient_autograd_does_not_drop() -> None:
     """Fully masked rows weigh all keys alike, and their scores get a gradient in eager mode."""
 
-    def finite(q: Any, k: Any, v: Any, mask: Any) -> Any:
-        s = scores(q, k)
+    @assigned
+    def finite(s: Any, mask: Any) -> None:
         s.data.masked_fill_(mask, -1e9)
-        return s.softmax(-1) @ v
 
     mask = torch.rand(B, 1, N, N) < 0.4
     mask[..., 2, :] = True
@@ -109,19 +116,17 @@ def last_keys(q: Any, k: Any, v: Any) -> Any:
     return s.softmax(-1) @ v
 
 
-def last_keys_by_method(q: Any, k: Any, v: Any) -> Any:
-    s = scores(q, k)
+@assigned
+def last_keys_by_method(s: Any) -> None:
     s[:, :, :, N - 2 :].fill_(-1e9)
-    return s.softmax(-1) @ v
 
 
-def two_corners(q: Any, k: Any, v: Any) -> Any:
+@assigned
+def two_corners(s: Any) -> None:
     """The second query sees every key but the last ones, rows of the end see none."""
-    s = scores(q, k)
     s[:, :, :1, 1:] = -1e9
     s[..., -2:, :] = -1e9
     s[:, 1:, :, -1:].fill_(torch.tensor(-1e9))
-    return s.softmax(-1) @ v
 
 
 def last_queries_keys_first(q: Any, k: Any, v: Any) -> Any:
@@ -137,10 +142,9 @@ def test_boxes_of_one_number(fn: Any) -> None:
 
 
 def test_boxes_of_symbolic_sizes() -> None:
-    def added_at_the_end(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        s = scores(q, k)
+    @assigned
+    def added_at_the_end(s: Any, bias: Any) -> None:
         s[..., -2:] += bias
-        return s.softmax(-1) @ v
 
     unfused(two_corners, qkv(N, N), "symbolic", dynamic=True, train=False)
     unfused(added_at_the_end, (*qkv(N, N), rand(N, 2)), "symbolic", dynamic=True, train=False)
@@ -158,15 +162,13 @@ def test_boxes_of_one_number_that_are_read() -> None:
         s[..., ::2].fill_(-1e9)
         return s.softmax(-1) @ v
 
-    def diagonal(q: Any, k: Any, v: Any) -> Any:
-        s = scores(q, k)
+    @assigned
+    def diagonal(s: Any) -> None:
         s.diagonal(dim1=-2, dim2=-1).fill_(-1e9)
-        return s.softmax(-1) @ v
 
-    def not_low(q: Any, k: Any, v: Any) -> Any:
-        s = scores(q, k)
+    @assigned
+    def not_low(s: Any) -> None:
         s[..., N - 2 :] = 1.0
-        return s.softmax(-1) @ v
 
     unfused(read_too, qkv(N, N), "used-elsewhere")
     unfused(by_steps, qkv(N, N), "overwritten")
@@ -174,43 +176,37 @@ def test_boxes_of_one_number_that_are_read() -> None:
     unfused(not_low, qkv(N, N), "mask")
 
 
-def added(q: Any, k: Any, v: Any, bias: Any) -> Any:
-    s = scores(q, k)
+@assigned
+def added(s: Any, bias: Any) -> None:
     s[..., 1:, 1:] += bias
-    return s.softmax(-1) @ v
 
 
-def added_to_keys(q: Any, k: Any, v: Any, bias: Any) -> Any:
-    s = scores(q, k)
+@assigned
+def added_to_keys(s: Any, bias: Any) -> None:
     s[:, :, :, :-1] += bias
-    return s.softmax(-1) @ v
 
 
-def added_in_place(q: Any, k: Any, v: Any, bias: Any) -> Any:
-    s = scores(q, k)
+@assigned
+def added_in_place(s: Any, bias: Any) -> None:
     s[..., 1:, 1:].add_(bias)
-    return s.softmax(-1) @ v
 
 
-def added_to_a_head(q: Any, k: Any, v: Any, bias: Any) -> Any:
-    s = scores(q, k)
+@assigned
+def added_to_a_head(s: Any, bias: Any) -> None:
     s[:, :1] = s[:, :1] + bias
-    return s.softmax(-1) @ v
 
 
-def added_twice(q: Any, k: Any, v: Any, bias: Any) -> Any:
-    s = scores(q, k)
+@assigned
+def added_twice(s: Any, bias: Any) -> None:
     s[..., 1:, 1:] += bias
     s[..., :, 2:] = s[..., :, 2:] - bias[..., :1, :1]
-    return s.softmax(-1) @ v
 
 
-def positions(q: Any, k: Any, v: Any, high: Any, wide: Any) -> Any:
+@assigned
+def positions(s: Any, high: Any, wide: Any) -> None:
     """As in video encoders: all but the first token are on a grid."""
-    s = scores(q, k)
     grid = s[:, :, 1:, 1:].view(B, -1, 2, 3, 2, 3)
     s[:, :, 1:, 1:] = (grid + high[..., None] + wide[..., None, :]).view(B, -1, 6, 6)
-    return s.softmax(-1) @ v
 
 
 ADDED = {
@@ -236,45 +232,37 @@ def test_positions_on_a_grid() -> None:
 
 
 def test_what_else_is_written() -> None:
-    def by_steps(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        s = scores(q, k)
+    @assigned
+    def by_steps(s: Any, bias: Any) -> None:
         s[..., ::2] += bias
-        return s.softmax(-1) @ v
 
-    def elsewhere(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        s = scores(q, k)
+    @assigned
+    def elsewhere(s: Any, bias: Any) -> None:
         s[..., 1:, 1:] = s[..., :-1, :-1] + bias
-        return s.softmax(-1) @ v
 
-    def scaled(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        s = scores(q, k)
+    @assigned
+    def scaled(s: Any, bias: Any) -> None:
         s[..., 1:, 1:] *= 2.0
-        return s.softmax(-1) @ v
 
-    def activated(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        s = scores(q, k)
+    @assigned
+    def activated(s: Any, bias: Any) -> None:
         s[..., 1:, 1:] = torch.tanh(s[..., 1:, 1:])
-        return s.softmax(-1) @ v
 
-    def shifted(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        s = scores(q, k)
+    @assigned
+    def shifted(s: Any, bias: Any) -> None:
         s[..., 1:, 1:] += 2.0
-        return s.softmax(-1) @ v
 
-    def transposed(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        s = scores(q, k)
+    @assigned
+    def transposed(s: Any, bias: Any) -> None:
         s[..., 1:, 1:] = s[..., 1:, 1:].mT + bias
-        return s.softmax(-1) @ v
 
-    def other_heads(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        s = scores(q, k)
+    @assigned
+    def other_heads(s: Any, bias: Any) -> None:
         s[..., 1:, 1:] = s[..., 1:, 1:].transpose(0, 1) + bias
-        return s.softmax(-1) @ v
 
-    def not_low(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        s = scores(q, k)
+    @assigned
+    def not_low(s: Any, bias: Any) -> None:
         s[bias > 0] = 1.0
-        return s.softmax(-1) @ v
 
     def afterwards(q: Any, k: Any, v: Any, bias: Any) -> Any:
         s = scores(q, k)
@@ -322,18 +310,12 @@ SHAPES = {
 
 @cases(SHAPES)
 def test_shape_of_the_scores(case: Any) -> None:
-    def fn(q: Any, k: Any, v: Any) -> Any:
-        s = scores(q, k)
-        return s.masked_fill(case(s, N), torch.finfo(s.dtype).min).softmax(-1) @ v
-
+    fn = scored(lambda s: s.masked_fill(case(s, N), torch.finfo(s.dtype).min))
     check(fn, qkv(N, N), kernel="is_causal")
 
 
 def test_nothing_is_left_of_scores_whose_shape_is_read() -> None:
-    def fn(q: Any, k: Any, v: Any) -> Any:
-        s = scores(q, k)
-        return s.masked_fill(s.new_ones((N, N)).tril() == 0, float("-inf")).softmax(-1) @ v
-
+    fn = scored(lambda s: s.masked_fill(s.new_ones((N, N)).tril() == 0, float("-inf")))
     graphs: list[torch.fx.Graph] = []
     with torch._inductor.config.patch(post_grad_custom_post_pass=graphs.append, force_disable_caches=True):
         check(fn, qkv(N, N), backend="inductor")

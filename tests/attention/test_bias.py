@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from inductor_fusions import testing
 from inductor_fusions.fusions.attention import kernels
 from tests.attention.support import (
     BATCH,
@@ -20,6 +19,7 @@ from tests.attention.support import (
     KV_LEN,
     Q_LEN,
     additive,
+    capture,
     cases,
     check,
     flex_everywhere,
@@ -53,9 +53,7 @@ def test_shape(shape: tuple[int, ...]) -> None:
 def test_zero_gradient() -> None:
     """A bias that is the same for all keys has no influence, and gets a gradient of zero."""
     inputs = (*qkv(), rand(HEADS, 1, 1))
-    run = testing.capture(
-        scored(lambda s, b: s * 0.3 + b), *inputs, train=True, backend=testing.EAGER_AFTER_PASSES
-    )
+    run = capture(scored(lambda s, b: s * 0.3 + b), *inputs, train=True)
     assert len(run.fused) == 1
     grad = run.grads["3"]
     assert grad is None or grad.abs().max() < 1e-5
@@ -108,11 +106,7 @@ SUBTRACTED = {
 @cases(SUBTRACTED)
 def test_scores_that_are_subtracted(case) -> None:
     """As in distances of points, |q|^2 - 2 q k + |k|^2."""
-
-    def fn(q, k, v, bias):
-        return torch.softmax(case(q @ k.transpose(-1, -2) * 0.3, bias), dim=-1) @ v
-
-    check(fn, (*qkv(), rand(HEADS, Q_LEN, KV_LEN)))
+    check(scored(lambda s, b: case(s * 0.3, b)), (*qkv(), rand(HEADS, Q_LEN, KV_LEN)))
 
 
 NOT_A_BIAS = {
@@ -255,5 +249,5 @@ def test_learned_bias_seen_through_views_on_a_gpu(alone: bool) -> None:
     q, k, v = (rand(BATCH, length, HEADS, 16) for length in (Q_LEN, 14, 14))
     inputs = [x.detach() if alone else x for x in (q, k, v)]
     with takes, mock.patch.object(kernels, "available", listened):
-        testing.capture(fn, *inputs, rand(HEADS, Q_LEN, 2, 7), train=True, backend=testing.EAGER_AFTER_PASSES)
+        capture(fn, *inputs, rand(HEADS, Q_LEN, 2, 7), train=True)
     assert set(found) == {() if alone else ("sdpa", "efficient")}

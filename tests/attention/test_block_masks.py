@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inductor_fusions import testing
-from tests.attention.support import cases, check, flex_everywhere, qkv, rand, unfused
+from tests.attention.support import capture, cases, check, flex_everywhere, qkv, rand, unfused
 from tests.cases import masks
 from tests.cases.masks import written
 from tests.support.arguments import named
@@ -105,10 +104,7 @@ def test_layers_share_one_block_mask() -> None:
         return q
 
     with flex_everywhere("flex"):
-        run = testing.capture(
-            fn, *qkv(S, S, heads=H, grad=False), segments(), policy="always",
-            backend=testing.EAGER_AFTER_PASSES,
-        )  # fmt: skip
+        run = capture(fn, *qkv(S, S, heads=H, grad=False), segments(), policy="always")
     calls = run.calls("flex_attention")
     assert len(calls) == 3
     assert len({tuple(named(call).block_mask[2:6]) for call in calls}) == 1
@@ -120,10 +116,7 @@ def test_no_dense_mask_is_left() -> None:
 
     fn = written(masks.CLASSES["causal+document"][0], "fill")
     with flex_everywhere("flex"):
-        run = testing.capture(
-            fn, *qkv(S, S, heads=H, grad=False), segments(), policy="always",
-            backend=testing.EAGER_AFTER_PASSES,
-        )  # fmt: skip
+        run = capture(fn, *qkv(S, S, heads=H, grad=False), segments(), policy="always")
     (call,) = run.calls("flex_attention")
     call.graph.eliminate_dead_code()
     sizes = [

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inductor_fusions import testing
-from tests.attention.support import BATCH, HEADS, cases, check, qkv, sdpa
+from tests.attention.support import BATCH, HEADS, capture, cases, check, qkv, sdpa
 
 S = 9
 
@@ -222,7 +221,7 @@ def test_zero_bias(case) -> None:
 def test_a_constant_of_infinity() -> None:
     """The same everywhere as well, but it hides every key: not dropped."""
     fn = with_mask(lambda n: torch.full((n, n), -infinity()), lambda s, m: s + m)
-    run = testing.capture(fn, *qkv(S, S, grad=False), backend=testing.EAGER_AFTER_PASSES)
+    run = capture(fn, *qkv(S, S, grad=False))
     assert all("mask" in site.kernel for site in run.fused)
 
 
@@ -317,7 +316,7 @@ def test_other_data() -> None:
             return fn(q, k, v, self.causal[: q.shape[-2], : k.shape[-2]])
 
     module = Buffered()
-    run = testing.capture(module, *qkv(S, S, grad=False), backend=testing.EAGER_AFTER_PASSES)
+    run = capture(module, *qkv(S, S, grad=False))
     assert "is_causal" not in run.sites[0].kernel
 
 

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from inductor_fusions import testing
 from inductor_fusions.fusions.attention.decode import op
-from tests.attention.support import additive, cases, check, decode_everywhere, qkv, visible
+from tests.attention.support import additive, capture, cases, check, decode_everywhere, qkv, visible
 from tests.support.arguments import named
 from tests.support.hopper import Hopper
 
@@ -125,9 +125,7 @@ def test_does_not_become_it(case: tuple[Callable[..., Any], list[torch.Tensor], 
 def test_dropout_does_not_become_it() -> None:
     inputs = [*cached(), used(2, 1, 1)]
     with decode_everywhere(), torch.no_grad():
-        seen = testing.capture(
-            lambda *a: repeated(*a, dropout_p=0.5), *inputs, train=False, backend=testing.EAGER_AFTER_PASSES
-        )
+        seen = capture(lambda *a: repeated(*a, dropout_p=0.5), *inputs, train=False)
     assert not seen.calls("decode_attention.default")
 
 
@@ -173,9 +171,7 @@ def test_no_size_is_a_constant() -> None:
             for tensor, dims in ((q, 0), (k, (0, 2)), (v, (0, 2)), (mask, (0, 3))):
                 torch._dynamo.mark_dynamic(tensor, dims)
             if batch == 3:
-                seen = testing.capture(
-                    repeated, q, k, v, mask, train=False, backend=testing.EAGER_AFTER_PASSES
-                )
+                seen = capture(repeated, q, k, v, mask, train=False)
                 assert seen.calls("decode_attention.default")
             torch.testing.assert_close(compiled(q, k, v, mask), repeated(q, k, v, mask), rtol=2e-2, atol=2e-2)
     assert counter.frame_count == 1
@@ -209,7 +205,7 @@ def test_a_model_with_a_static_cache(kind: str) -> None:
     with torch.no_grad():
         wanted = step(ids, mask, eager)
     with decode_everywhere():
-        seen = testing.capture(step, ids, mask, ours, train=False, backend=testing.EAGER_AFTER_PASSES)
+        seen = capture(step, ids, mask, ours, train=False)
     assert len(seen.calls("decode_attention.default")) == 2 and len(seen.calls("decode_tiles.default")) == 1
     torch.testing.assert_close(seen.outputs, wanted, rtol=2e-2, atol=2e-2)
     for mine, theirs in zip(ours.layers, eager.layers, strict=True):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from inductor_fusions import explain, testing
 from tests.attention.support import (
+    capture,
     cases,
     check,
     flex_everywhere,
@@ -103,7 +104,7 @@ def dropped(p: float) -> Any:
 def test_dropout_of_one() -> None:
     unfused(dropped(1.0), qkv(), "dropout")
     with testing.config.patch(attention_kernel="sdpa"):
-        run = testing.capture(dropped(0.5), *qkv(), backend=testing.EAGER_AFTER_PASSES)
+        run = capture(dropped(0.5), *qkv())
     assert [site.verdict for site in run.sites] == ["fused"]
 
 
@@ -157,10 +158,7 @@ def test_multihead_attention() -> None:
     """One operation to Dynamo, which calls SDPA where nothing reads the weights."""
     layer, dropped = (torch.nn.MultiheadAttention(16, 2, batch_first=True, dropout=p) for p in (0.0, 1.0))
     for own, batch, reason in ((layer, 2, None), (layer, 0, "is empty"), (dropped, 2, "dropout with p = 1")):
-        run = testing.capture(
-            lambda x, own=own: own(x, x, x)[0], torch.randn(batch, 5, 16), policy="always",
-            backend=testing.EAGER_AFTER_PASSES,
-        )  # fmt: skip
+        run = capture(lambda x, own=own: own(x, x, x)[0], torch.randn(batch, 5, 16), policy="always")
         (site,) = run.sites
         assert reason in site.reason if reason else site.verdict == "fused"
 

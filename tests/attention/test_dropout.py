@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inductor_fusions import testing
-from tests.attention.support import cases, check, qkv, scored, sdpa, unfused
+from tests.attention.support import capture, cases, check, qkv, scored, sdpa, unfused
 
 
 def dropped(drop):
@@ -67,7 +66,7 @@ def test_that_drops(case) -> None:
     with torch.no_grad():
         q.mul_(0.01)
         v.mul_(0.1).add_(1.0)
-    run = testing.capture(case, q, k, v, train=True, backend=testing.EAGER_AFTER_PASSES)
+    run = capture(case, q, k, v, train=True)
     assert len(run.fused) == 1, run.sites
     assert sdpa(run).kwargs["dropout_p"] == 0.25
     stock = DROPS["functional"](q, k, v)
@@ -79,10 +78,9 @@ def test_that_drops(case) -> None:
 
 def test_it_is_random() -> None:
     q, k, v = qkv(64, 64)
-    run = testing.capture(
-        lambda q, k, v: (DROPS["functional"](q, k, v), DROPS["functional"](q, k, v)), q, k, v,
-        train=True, backend=testing.EAGER_AFTER_PASSES,
-    )  # fmt: skip
+    run = capture(
+        lambda q, k, v: (DROPS["functional"](q, k, v), DROPS["functional"](q, k, v)), q, k, v, train=True
+    )
     assert len(run.fused) == 2
     assert not torch.equal(*run.outputs)
 
@@ -99,15 +97,13 @@ NOT_READ = {
 @pytest.mark.parametrize("name", NOT_READ)
 def test_not_read(name: str) -> None:
     drop, reason = NOT_READ[name]
-    run = testing.capture(dropped(drop), *qkv(), backend=testing.EAGER_AFTER_PASSES)
+    run = capture(dropped(drop), *qkv())
     assert not run.fused and run.sites
     assert all(reason in site.reason for site in run.sites), run.sites
 
 
 def test_on_the_scores() -> None:
-    run = testing.capture(
-        scored(lambda s: F.dropout(s, 0.1)), *qkv(), train=True, backend=testing.EAGER_AFTER_PASSES
-    )
+    run = capture(scored(lambda s: F.dropout(s, 0.1)), *qkv(), train=True)
     assert not run.fused
     assert "before the softmax" in run.sites[0].reason
 
@@ -142,5 +138,5 @@ AS_EAGER = {
 def test_numbers_of_eager_mode(case, as_eager) -> None:
     """Where Inductor is told to draw what eager mode draws, no other kernel draws instead."""
     with torch._inductor.config.patch(fallback_random=as_eager):
-        run = testing.capture(case, *qkv(9, 9), backend=testing.EAGER_AFTER_PASSES)
+        run = capture(case, *qkv(9, 9))
     assert [site.code for site in run.sites] == (["random"] if as_eager else [""]), run.sites

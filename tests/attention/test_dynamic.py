@@ -14,19 +14,20 @@ from tests.attention.support import (
     KV_LEN,
     Q_LEN,
     additive,
+    capture,
     cases,
     check,
     flex_everywhere,
     qkv,
     rand,
+    scored,
     visible,
 )
 
 TRAIN = pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 
 
-def attend(q, k, v):
-    return torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1) @ v
+attend = scored(lambda s: s * 0.3)
 
 
 def repeat(t, times):
@@ -158,7 +159,7 @@ def test_no_warnings(recwarn: pytest.WarningsRecorder) -> None:
     """Symbolic sizes in the graph are nodes: torch.fx warns of raw ones."""
     for name in ("grouped heads", "viewed scores", "padding made in the graph", "layer"):
         fn, inputs = FORMS[name]
-        testing.capture(fn, *inputs(), train=True, dynamic=True, backend=testing.EAGER_AFTER_PASSES)
+        capture(fn, *inputs(), train=True, dynamic=True)
     assert not [w for w in recwarn if "Raw Sym" in str(w.message)]
 
 

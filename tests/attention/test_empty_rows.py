@@ -8,14 +8,24 @@ rows.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 
-from inductor_fusions import config, testing
-from tests.attention.support import BATCH, KV_LEN, cases, check, flex_everywhere, qkv, rand, scored, unfused
+from inductor_fusions import config
+from tests.attention.support import (
+    BATCH,
+    KV_LEN,
+    capture,
+    cases,
+    check,
+    flex_everywhere,
+    qkv,
+    rand,
+    scored,
+    unfused,
+)
 
 B, H, S = 3, 2, 9
 LOWEST = torch.finfo(torch.float32).min
@@ -168,7 +178,7 @@ def test_keys_that_are_raised(case) -> None:
     """A mask that may raise keys absorbs the other scores, and the gradient into k would be lost."""
     fn = lambda q, k, v, m: finish(case(q @ k.mT * 0.3, m), v)  # noqa: E731
     inputs = (*qkv(S, S, batch=B, heads=H), -1e9 * causal(left_padding()).float())
-    run = testing.capture(fn, *inputs, train=True, policy="always", backend=testing.EAGER_AFTER_PASSES)
+    run = capture(fn, *inputs, train=True, policy="always")
     assert [site.code for site in run.sites] == ["range"], run.sites
 
 
@@ -260,9 +270,7 @@ def test_infinite_fill(how: str, train: bool) -> None:
 
     pad = left_padding()
     mask = causal(pad)
-    run = testing.capture(
-        fn, *qkv(S, S, batch=B, heads=H, grad=False), mask, backend=testing.EAGER_AFTER_PASSES
-    )
+    run = capture(fn, *qkv(S, S, batch=B, heads=H, grad=False), mask)
     torch.manual_seed(0)
     live = mask.any(-1, keepdim=True).expand(B, H, S, 1)[..., 0]
     assert run.outputs[live].isfinite().all()
@@ -290,7 +298,7 @@ def test_ignore() -> None:
     """The mask goes into the kernel as it is; rows that see a key are right."""
     inputs = given()
     with config.patch(empty_rows="ignore"):
-        run = testing.capture(with_mask, *inputs, backend=testing.EAGER_AFTER_PASSES)
+        run = capture(with_mask, *inputs)
     assert not run.calls("amax")
     live = (inputs[3] == 0).any(-1)[:, 0][:, None].expand(B, H, S)
     torch.testing.assert_close(run.outputs[live], with_mask(*inputs)[live].detach())
@@ -304,13 +312,10 @@ def test_a_mask_that_hides_no_row_costs_nothing() -> None:
         bias = bias + torch.where(place <= place[:, None], 0.0, -1e9)
         return finish(q @ k.mT * 0.3 + bias, v)
 
-    run = testing.capture(fn, *qkv(S, S), rand(3, S, S), train=True, backend=testing.EAGER_AFTER_PASSES)
+    run = capture(fn, *qkv(S, S), rand(3, S, S), train=True)
     assert len(run.fused) == 1
 
-    def learned(q, k, v, bias):
-        return finish(q @ k.mT * 0.3 + bias, v)
-
-    run = testing.capture(learned, *qkv(S, S), rand(3, S, S), train=True, backend=testing.EAGER_AFTER_PASSES)
+    run = capture(with_mask, *qkv(S, S), rand(3, S, S), train=True)
     assert not run.calls("amax")
 
 
@@ -331,8 +336,8 @@ def test_clamp_that_makes_scores_equal(train: bool) -> None:
 
 def test_clamp_in_half_precision() -> None:
     """As OPT has it: what a mask hides by -inf becomes the least number."""
-    hidden = torch.where(torch.rand(2, 1, 7, 1) > 0.5, -math.inf, 0.0)
-    hidden[:, :, 0] = -math.inf
+    hidden = torch.where(torch.rand(2, 1, 7, 1) > 0.5, -INF, 0.0)
+    hidden[:, :, 0] = -INF
     fn = scored(lambda s, m: torch.max(s + m, torch.tensor(torch.finfo(torch.float16).min, dtype=s.dtype)))
     check(fn, [*qkv(grad=False), hidden], dtype=torch.float16, train=False)
 
@@ -352,10 +357,7 @@ def test_gradient_of_a_bias(case: Any) -> None:
     wanted = scored(case)(*inputs)
     (exact,) = torch.autograd.grad(wanted.sum(), inputs[-1])
     with flex_everywhere():
-        run = testing.capture(
-            scored(case), *inputs, train=True, backend=testing.EAGER_AFTER_PASSES,
-            cotangents=[torch.ones_like(wanted)],
-        )  # fmt: skip
+        run = capture(scored(case), *inputs, train=True, cotangents=[torch.ones_like(wanted)])
     torch.testing.assert_close(run.grads["4"], exact)
 
 

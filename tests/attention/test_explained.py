@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
-from tests.attention.support import BATCH, DIM, HEADS, Q_LEN, cases, check, qkv, rand
+from tests.attention.support import BATCH, DIM, HEADS, Q_LEN, cases, check, qkv, rand, same_as_eager
 
 
 def weights(q: Any, k: Any) -> Any:
@@ -46,3 +47,21 @@ def test_no_product() -> None:
     """A softmax that no product reads is no site."""
     seen = check(lambda q, k, v: weights(q, k).sum(-1) + v.sum(-1), qkv(Q_LEN, Q_LEN), fused=0)
     assert not seen.sites
+
+
+NUMPY = {
+    "scores": (lambda q, k, v: torch.from_numpy(q.numpy() @ k.mT.numpy()).softmax(-1) @ v, "by numpy.matmul"),
+    "scaled": (lambda q, k, v: torch.from_numpy((q @ k.mT).numpy() * 0.5).softmax(-1) @ v, "by numpy.mul"),
+    "values": (lambda q, k, v: torch.from_numpy(weights(q, k).numpy() @ v.numpy()), "by numpy.matmul"),
+    "sum": (
+        lambda q, k, v: torch.from_numpy(np.einsum("bhqk,bhkd->bhqd", weights(q, k).numpy(), v.numpy())),
+        "by numpy.einsum",
+    ),
+}
+
+
+@cases(NUMPY)
+def test_numpy_beside_a_softmax(case: Any) -> None:
+    fn, reason = case
+    (site,) = same_as_eager(fn, qkv(Q_LEN, Q_LEN, grad=False)).sites
+    assert site.code == "in-between" and reason in site.reason and "torch" in site.hint

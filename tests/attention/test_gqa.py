@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.attention.support import BATCH, DIM, KV_LEN, Q_LEN, cases, check, qkv, rand, sdpa
+from tests.attention.support import BATCH, DIM, KV_LEN, Q_LEN, cases, check, qkv, rand, scored, sdpa
 
 HEADS, SHARED = 6, 2
 TIMES = HEADS // SHARED
@@ -16,8 +16,7 @@ def inputs(heads: int = HEADS, shared: int = SHARED) -> tuple[torch.Tensor, ...]
     return qkv(heads=heads, kv_heads=shared)
 
 
-def attend(q, k, v):
-    return torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1) @ v
+attend = scored(lambda s: s * 0.3)
 
 
 def repeat_kv(t, times=TIMES):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from inductor_fusions import config, reporting, testing
+from inductor_fusions import config, reporting
 from inductor_fusions._inductor.compiling import fresh_compile
-from tests.attention.support import rand, visible
+from tests.attention.support import capture, rand, visible
 from tests.attention.test_leaving import KERNELS, SPELLINGS, attend, by_einsum, traced
 
 
@@ -190,12 +190,7 @@ def test_bodies() -> None:
 def test_nothing_is_copied_that_eager_keeps(spelling: str) -> None:
     """It keeps a copy of what it has to bring into one batch: views of projections, and shared heads."""
     attention, shapes = SPELLINGS[spelling]
-    run = testing.capture(
-        lambda *x: attention(*x) + 1,
-        *(rand(*s) for s in shapes),
-        train=True,
-        backend=testing.EAGER_AFTER_PASSES,
-    )
+    run = capture(lambda *x: attention(*x) + 1, *(rand(*s) for s in shapes), train=True)
     copies = len(run.calls("own.default")) + len(run.calls("own"))
     assert len(run.fused) == 1 and copies == {"projections": 3, "groups": 2}.get(spelling, 0)
 
@@ -209,7 +204,7 @@ def test_nothing_is_copied_that_the_graph_made() -> None:
         bias = torch.zeros(mask.shape).masked_fill(~mask, -1e9)
         return torch.softmax(q @ k.mT * 0.25 + bias, -1) @ v + 1
 
-    run = testing.capture(fn, rand(2, 6, 48), mask, train=True, backend=testing.EAGER_AFTER_PASSES)
+    run = capture(fn, rand(2, 6, 48), mask, train=True)
     assert (
         len(run.fused) == 1
         and not run.calls("own.default")
@@ -251,5 +246,5 @@ def test_one_copy_of_a_mask_for_all_layers() -> None:
         return added(added(q, k, v, m) * 1.0, k, v, m) + 1
 
     with config.patch(empty_rows="ignore"):
-        run = testing.capture(fn, *inputs("qkv").values(), train=True, backend=testing.EAGER_AFTER_PASSES)
+        run = capture(fn, *inputs("qkv").values(), train=True)
     assert len(run.fused) == 2 and len(run.calls("own.default")) + len(run.calls("own")) == 1

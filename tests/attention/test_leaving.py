@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from inductor_fusions import config, reporting, testing
 from inductor_fusions._inductor.compiling import fresh_compile
-from tests.attention.support import flex_everywhere, short_everywhere
+from tests.attention.support import capture, flex_everywhere, short_everywhere
 
 KERNELS = {"sdpa": contextlib.nullcontext, "flex": lambda: flex_everywhere("flex"), "short": short_everywhere}
 
@@ -350,7 +350,7 @@ def test_nothing_is_copied_in_a_model(train: bool, checkpointed: bool) -> None:
     model = torch.nn.Sequential(Layer(checkpointed), Layer(checkpointed))
     x = torch.randn(2, 6, 24, requires_grad=train)
     with torch.set_grad_enabled(train):
-        run = testing.capture(model, x, train=train, backend=testing.EAGER_AFTER_PASSES)
+        run = capture(model, x, train=train)
     assert fused_attentions(run) == 2
     assert not run.calls("clone") and len(run.calls("contiguous")) == 2
 
@@ -362,7 +362,7 @@ def test_nothing_is_copied_where_the_result_is_new() -> None:
         return attend(q, k, v) + 1
 
     with config.patch(stock_misfires=False):
-        run = testing.capture(fn, *operands("4-D", True), train=True, backend=testing.EAGER_AFTER_PASSES)
+        run = capture(fn, *operands("4-D", True), train=True)
     assert fused_attentions(run) == 1 and not run.calls("clone")
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from inductor_fusions import testing
-from tests.attention.support import cases, flex_everywhere, qkv, short_everywhere
+from tests.attention.support import capture, cases, flex_everywhere, qkv, short_everywhere
 
 N = 13
 
@@ -35,9 +35,7 @@ def run(fill: Any, bad: float, kernel: str, of: str = "k") -> tuple[testing.Capt
     fn = lambda q, k, v, pad: torch.softmax(fill(q @ k.mT * 0.3, pad), -1) @ v  # noqa: E731
     everywhere = {"flex": lambda: flex_everywhere("flex"), "short": short_everywhere}
     with everywhere.get(kernel, contextlib.nullcontext)(), torch.no_grad():
-        found = testing.capture(
-            fn, q, k, v, pad, train=False, policy="always", backend=testing.EAGER_AFTER_PASSES
-        )
+        found = capture(fn, q, k, v, pad, train=False, policy="always")
     assert [site.verdict for site in found.sites] == ["fused"]
     return found, fn(q, k, v, pad)
 

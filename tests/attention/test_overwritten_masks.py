@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inductor_fusions import testing
-from tests.attention.support import check, qkv
+from tests.attention.support import capture, check, qkv
 
 LOWEST = torch.finfo(torch.float32).min
 LENGTH = 9
@@ -167,7 +166,7 @@ def test_near_miss(make: Any) -> None:
     for site in seen.ours.fused:
         if "is_causal" in site.kernel:
             assert torch.equal(mask, triangle())
-    calls = testing.capture(attend(make), *inputs, backend=testing.EAGER_AFTER_PASSES)
+    calls = capture(attend(make), *inputs)
     for call in calls.calls("scaled_dot_product_attention"):
         if call.kwargs.get("attn_mask") is None and not call.kwargs.get("is_causal"):
             assert bool((mask == mask[..., :1]).all())
@@ -214,7 +213,7 @@ def test_shared_where_nothing_is_overwritten_in_between() -> None:
         return q
 
     inputs = (*qkv(LENGTH, LENGTH), torch.randn(LENGTH, LENGTH))
-    seen = testing.capture(layers, *inputs, backend=testing.EAGER_AFTER_PASSES)
+    seen = capture(layers, *inputs)
     masks = {call.kwargs["attn_mask"] for call in seen.calls("scaled_dot_product_attention")}
     assert len(seen.fused) == 3 and len(masks) == 1
 

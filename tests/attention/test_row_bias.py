@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from inductor_fusions import config, testing
+from inductor_fusions import config
 from inductor_fusions.decisions import tables
 from inductor_fusions.fusions.attention import row_bias
-from tests.attention.support import check, flex_everywhere, qkv
+from tests.attention.support import capture, check, flex_everywhere, qkv
 from tests.attention.test_block_masks import LOWEST
 
 B, H, S = 3, 2, 24
@@ -229,7 +229,7 @@ def test_not_taken(name: str) -> None:
 
     inputs = (*qkv(S, S, batch=B, heads=H), padding("right"))
     with everywhere(), mock.patch.object(row_bias, "refused", listened):
-        run = testing.capture(fn, *inputs, train=True, backend=testing.EAGER_AFTER_PASSES)
+        run = capture(fn, *inputs, train=True)
     assert reason in reasons[0] and not run.calls(OPERATION)
 
 
@@ -243,7 +243,7 @@ def test_a_bias_with_more_digits_than_the_kernel() -> None:
 
     inputs = (*qkv(S, S, batch=B, heads=H, dtype=torch.bfloat16), padding("right"))
     with everywhere():
-        run = testing.capture(fn, *inputs, train=True, backend=testing.EAGER_AFTER_PASSES)
+        run = capture(fn, *inputs, train=True)
     (site,) = run.sites
     assert site.verdict == "rejected" and "which SDPA would round to bfloat16" in site.reason
 
@@ -259,7 +259,7 @@ def test_the_table_decides(gain: float, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(tables, "load", lambda name: {"attention": rows})
     inputs = (*qkv(S, S, batch=B, heads=H, dtype=torch.bfloat16, grad=False), padding("right"))
     with everywhere(), config.patch(attention_kernel="auto"):
-        run = testing.capture(bloom, *inputs, policy="profitable", backend=testing.EAGER_AFTER_PASSES)
+        run = capture(bloom, *inputs, policy="profitable")
     (site,) = run.sites
     assert site.kernel.startswith("row_bias" if gain else "flex") and "measured" in site.kernel
 

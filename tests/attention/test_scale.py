@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from inductor_fusions import testing
 from tests.attention.support import (
     BATCH,
     DIM,
@@ -17,6 +16,7 @@ from tests.attention.support import (
     HEADS,
     KV_LEN,
     Q_LEN,
+    capture,
     cases,
     check,
     qkv,
@@ -216,12 +216,12 @@ def test_zero_beside_a_causal_mask(scale: Any) -> None:
 
 @pytest.mark.parametrize("scale", [math.inf, math.nan])
 def test_scale_that_is_not_finite(scale: float) -> None:
-    run = testing.capture(scored(lambda s: s * scale), *qkv(grad=False), backend=testing.EAGER_AFTER_PASSES)
+    run = capture(scored(lambda s: s * scale), *qkv(grad=False))
     assert not run.fused
 
 
 def test_shift_that_absorbs_the_scores() -> None:
-    run = testing.capture(scored(lambda s: s - 1e9), *qkv(grad=False), backend=testing.EAGER_AFTER_PASSES)
+    run = capture(scored(lambda s: s - 1e9), *qkv(grad=False))
     assert not run.fused
 
 

@@ -14,6 +14,7 @@ from tests.attention.support import (
     HEADS,
     KV_LEN,
     Q_LEN,
+    capture,
     cases,
     check,
     flex_everywhere,
@@ -115,7 +116,7 @@ def test_dropout() -> None:
         return torch.nn.functional.dropout(weights, 0.5) @ v
 
     with flex_everywhere(), config.patch(stock_misfires=False):
-        run = testing.capture(fn, *qkv(), train=True, policy="always", backend=testing.EAGER_AFTER_PASSES)
+        run = capture(fn, *qkv(), train=True, policy="always")
     assert [s.reason for s in run.sites] == [
         "the scores pass through tanh, and flex attention has no dropout"
     ]
@@ -160,7 +161,7 @@ def test_views_on_a_cpu(dims: int, reason: str, monkeypatch: pytest.MonkeyPatch)
         q, k, v = (x.view(2, 12, 2, 16).transpose(1, 2) for x in (q, k, v))
         return (torch.tanh(q @ k.mT).softmax(-1) @ v) @ torch.ones(16, 16)
 
-    (site,) = testing.capture(fn, *inputs, backend=testing.EAGER_AFTER_PASSES).sites
+    (site,) = capture(fn, *inputs).sites
     assert reason in site.reason and site.verdict == ("left to stock" if reason else "fused")
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inductor_fusions import config, testing
+from inductor_fusions import config
 from inductor_fusions.fusions.attention import flex
 from tests.attention.support import (
     BATCH,
@@ -17,6 +17,7 @@ from tests.attention.support import (
     KV_LEN,
     Q_LEN,
     additive,
+    capture,
     cases,
     check,
     qkv,
@@ -40,7 +41,7 @@ def test_options_are_kept() -> None:
             q, k, v, attn_mask=causal(q, k), dropout_p=0.25, scale=0.3, enable_gqa=True
         )
 
-    run = testing.capture(fn, *qkv(S, S, heads=6, kv_heads=2), train=True, backend=testing.EAGER_AFTER_PASSES)
+    run = capture(fn, *qkv(S, S, heads=6, kv_heads=2), train=True)
     kwargs = dict(sdpa(run).kwargs)
     assert kwargs.pop("attn_mask", None) is None
     assert kwargs == {"dropout_p": 0.25, "is_causal": True, "scale": 0.3, "enable_gqa": True}
@@ -171,9 +172,7 @@ def test_multihead_attention_that_does_not_pay_has_a_reason(length: int) -> None
     """Where no kernel is measured to be faster."""
     module = torch.nn.MultiheadAttention(32, 4, batch_first=True)
     x = torch.randn(1, length, 32)
-    run = testing.capture(
-        lambda x: module(x, x, x)[0], x, policy="profitable", backend=testing.EAGER_AFTER_PASSES
-    )
+    run = capture(lambda x: module(x, x, x)[0], x, policy="profitable")
     (site,) = run.sites
     assert site.verdict == "left to stock" and site.reason
 
@@ -223,7 +222,7 @@ def test_reason(call: Any, options: dict[str, Any], reason: str, monkeypatch: py
     inputs = (*(t.requires_grad_(train) for t in qkv(S, S, dim=16)), torch.ones(BATCH, S).bool())
     kernel = options.get("attention_kernel", "auto")
     with config.patch(policy="always", attention_kernel=kernel):
-        seen = testing.capture(call, *inputs, train=train, backend=testing.EAGER_AFTER_PASSES)
+        seen = capture(call, *inputs, train=train)
     (site,) = seen.sites
     assert site.verdict == "left to stock" and reason in site.reason, site
 

@@ -40,8 +40,7 @@ def settings() -> Iterator[None]:
     assert modes.ambient() == before
 
 
-def biased(q: Any, k: Any, v: Any, bias: Any) -> Any:
-    return torch.softmax(q @ k.mT * 0.3 + bias, -1) @ v
+biased = scored(lambda s, bias: s * 0.3 + bias)
 
 
 def called(q: Any, k: Any, v: Any) -> Any:
@@ -179,13 +178,10 @@ def test_deterministic_algorithms_inside() -> None:
         torch.use_deterministic_algorithms(False)
         return found
 
-    def anyhow(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        return torch.softmax(torch.tanh(q @ k.mT * 0.3 + bias), -1) @ v
-
     inputs = (*qkv(), rand(3, 7, 13))
     with flex_everywhere():
         unfused(fn, inputs, "not deterministic")
-        check(anyhow, inputs, kernel="flex")
+        check(scored(lambda s, b: torch.tanh(s * 0.3 + b)), inputs, kernel="flex")
 
 
 def test_bits_of_eager() -> None:

@@ -15,7 +15,17 @@ from inductor_fusions import config, ops, testing
 from inductor_fusions.fusions.attention.short import plan
 from inductor_fusions.fusions.attention.short.op import SHORT_ATTENTION, SHORT_ATTENTION_BACKWARD
 from tests.attention.short_interpreted import CASES as INTERPRETED
-from tests.attention.support import additive, cases, check, qkv, rand, scored, short_everywhere, visible
+from tests.attention.support import (
+    additive,
+    capture,
+    cases,
+    check,
+    qkv,
+    rand,
+    scored,
+    short_everywhere,
+    visible,
+)
 from tests.support.arguments import named
 from tests.support.interpreter import errors_of
 from tests.support.processes import start
@@ -293,7 +303,7 @@ REFUSED = {
 def test_does_not_become_it(case: tuple[Any, Any]) -> None:
     fn, inputs = case
     with short_everywhere():
-        run = testing.capture(fn, *inputs(), backend=testing.EAGER_AFTER_PASSES)
+        run = capture(fn, *inputs())
     assert len(run.fused) == 1 and not run.calls("short_attention.default")
 
 
@@ -324,9 +334,7 @@ def test_call(case: Any) -> None:
 def test_call_that_may_hide_rows() -> None:
     """SDPA gives zeros where a mask hides every key, and an additive mask that is an input may."""
     with short_everywhere():
-        run = testing.capture(
-            called, *qkv(), additive(visible(2, 1, 7, 13)), backend=testing.EAGER_AFTER_PASSES
-        )
+        run = capture(called, *qkv(), additive(visible(2, 1, 7, 13)))
     assert not run.calls("short_attention.default")
 
 
@@ -380,9 +388,6 @@ def test_on_the_device(length: int, dtype: torch.dtype) -> None:
     if length > plan.MOST_KEYS_IN_KERNEL[dtype.itemsize]:
         pytest.skip("more keys than the kernel takes")
 
-    def fn(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
-        return windows(q, k, v, bias, mask)
-
     q, k, v = (
         torch.randn(64, length, 4, 32, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_()
         for _ in range(3)
@@ -390,4 +395,4 @@ def test_on_the_device(length: int, dtype: torch.dtype) -> None:
     bias = torch.randn(1, 4, length, length, device="cuda", dtype=dtype).requires_grad_()
     mask = torch.where(torch.rand(16, length, length, device="cuda") < 0.3, -100.0, 0.0).to(dtype)
     with config.patch(attention_kernel="short", policy="always"):
-        testing.check(fn, (q, k, v, bias, mask), kernel="short", fused=1)
+        testing.check(windows, (q, k, v, bias, mask), kernel="short", fused=1)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from inductor_fusions import testing
 from inductor_fusions.fusions.attention.kernels import FORBIDDEN
 from tests.attention.support import (
     BATCH,
     HEADS,
     Q_LEN,
+    capture,
     cases,
     check,
     flex_everywhere,
@@ -288,5 +288,5 @@ def test_wider_output() -> None:
     """A factor in float32 makes the result of a bfloat16 product float32."""
     fn = factored(factor=lambda lse, sinks: (lse.float() - sinks.view(1, -1, 1)).sigmoid()[..., None])
     inputs = (*qkv(grad=False, dtype=torch.bfloat16), rand(HEADS, grad=False))
-    run = testing.capture(fn, *inputs, policy="always", backend=testing.EAGER_AFTER_PASSES)
+    run = capture(fn, *inputs, policy="always")
     assert [s.verdict for s in run.sites] == ["rejected"] and run.outputs.dtype == torch.float32

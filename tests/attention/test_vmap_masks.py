@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inductor_fusions import testing
-from tests.attention.support import cases, check, qkv, same_as_eager, sdpa
+from tests.attention.support import capture, cases, check, qkv, same_as_eager, sdpa
 
 BATCH, HEADS, LENGTH = 2, 3, 9
 
@@ -80,7 +79,7 @@ def test_not_causal(case: Any) -> None:
     function, options = case
     inputs = qkv(LENGTH, LENGTH, batch=BATCH, heads=HEADS)
     with torch.no_grad():
-        run = testing.capture(attention(function, **options), *inputs, backend=testing.EAGER_AFTER_PASSES)
+        run = capture(attention(function, **options), *inputs)
     assert not sdpa(run).kwargs.get("is_causal")
     check(attention(function, **options), inputs, fused=None)
 
@@ -90,7 +89,7 @@ def test_all_visible() -> None:
     inputs = qkv(batch=BATCH, heads=HEADS)
     check(function, inputs, fused=1)
     with torch.no_grad():
-        run = testing.capture(function, *inputs, backend=testing.EAGER_AFTER_PASSES)
+        run = capture(function, *inputs)
     assert sdpa(run).kwargs.get("attn_mask") is None and not sdpa(run).kwargs.get("is_causal")
 
 
@@ -140,7 +139,7 @@ def test_two_vmaps_one_after_the_other() -> None:
 
     inputs = qkv(LENGTH, LENGTH)
     with torch.no_grad():
-        run = testing.capture(call, *inputs, backend=testing.EAGER_AFTER_PASSES)
+        run = capture(call, *inputs)
         assert not sdpa(run).kwargs.get("is_causal")
     check(call, inputs, fused=None)
 

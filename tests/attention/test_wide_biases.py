@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inductor_fusions import config, testing
-from tests.attention.support import check, flex_everywhere, qkv
+from tests.attention.support import capture, check, flex_everywhere, qkv
 
 REASON = "a bias of dtype float32, which SDPA would round to bfloat16"
 
@@ -31,9 +31,7 @@ class Learned(torch.nn.Module):
 
 @pytest.mark.parametrize("size", [1.0, 20.0, 60.0])
 def test_a_bias_is_not_rounded(size: float) -> None:
-    run = testing.capture(
-        Learned(size), *qkv(dtype=torch.bfloat16), train=True, backend=testing.EAGER_AFTER_PASSES
-    )
+    run = capture(Learned(size), *qkv(dtype=torch.bfloat16), train=True)
     assert [(site.verdict, REASON in site.reason) for site in run.sites] == [("rejected", True)]
 
 
@@ -86,10 +84,13 @@ UNKNOWN: dict[str, Callable[[Any, Any], Any]] = {
 def test_numbers_that_the_graph_is_given_are_not_rounded(spelling: str) -> None:
     """Scores of bfloat16 and a mask of float32 are added in float32."""
     mask = torch.randn(2, 1, 7, 13) * 20
-    run = testing.capture(
+    run = capture(
         lambda q, k, v, mask, seen: attention(q, k, v, UNKNOWN[spelling](mask, seen)),
-        *qkv(dtype=torch.bfloat16), mask, seen_keys(), train=True, backend=testing.EAGER_AFTER_PASSES,
-    )  # fmt: skip
+        *qkv(dtype=torch.bfloat16),
+        mask,
+        seen_keys(),
+        train=True,
+    )
     assert [(site.verdict, REASON in site.reason) for site in run.sites] == [("rejected", True)]
 
 
@@ -101,7 +102,7 @@ def test_flex_attention_reads_float32() -> None:
 
     inputs = (*qkv(dim=16, dtype=torch.bfloat16, grad=False), torch.randn(2, 1, 7, 13) * 20)
     with config.patch(policy="always"), flex_everywhere("auto"):
-        run = testing.capture(fn, *inputs, train=False, backend=testing.EAGER_AFTER_PASSES)
+        run = capture(fn, *inputs, train=False)
     assert [site.kernel for site in run.sites] == ["flex, tanh, dense mask"]
     true = fn(*(each.double() for each in inputs))
     error = (run.tensors[0].double() - true).abs().max()
@@ -134,8 +135,6 @@ def test_a_bias_of_scores_with_keys_in_front_is_not_rounded(learned: bool) -> No
         return weights.mT @ v
 
     bias = (torch.randn(2, 1, 13, 7) * 20).requires_grad_(learned)
-    run = testing.capture(
-        fn, *qkv(dtype=torch.bfloat16), bias, train=True, backend=testing.EAGER_AFTER_PASSES, policy="always"
-    )
+    run = capture(fn, *qkv(dtype=torch.bfloat16), bias, train=True, policy="always")
     sites = [site for site in run.sites if site.fusion == "attention"]
     assert [(site.verdict, REASON in site.reason) for site in sites] == [("rejected", True)]

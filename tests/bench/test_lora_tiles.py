@@ -1,4 +1,4 @@
-"""Times of all configurations of adapters' kernels: what keeps them, and what judges a choice by waves."""
+"""Times of all configurations of adapters' kernels: what keeps them, and what judges the chosen ones."""
 
 from __future__ import annotations
 
@@ -15,18 +15,12 @@ from bench.lora import candidates
 from bench.lora.candidates import Choice, Seen
 from bench.lora.rows import ODD_WIDTHS, Row, odd_grid
 from bench.pool import FileLock
-from bench.tile_model import constants_of
-from inductor_fusions.block_mm import configurations, cost
+from inductor_fusions.block_mm import configurations
 from inductor_fusions.block_mm.problem import Problem
 from inductor_fusions.fusions.lora import accumulate_kernel, narrow
 
 HALF = torch.bfloat16
-#: What fills the device makes nearly all of the time.
-HIDDEN = {
-    "narrow": constants_of({**lora_tiles.START, "latency": 0.02, "launch parts": 9.0}),
-    "added": constants_of({**lora_tiles.START, "launch whole": 1.0, "store whole": 6.0}),
-    "block": cost.CONSTANTS,
-}
+NAME = "nvidia_h100_80gb_hbm3"
 
 
 def shape(kind: str, row: Row) -> Any:
@@ -47,14 +41,14 @@ DOWN = 7.0
 
 
 def measured(row: Row) -> dict[str, Any]:
-    """As bench.tune_lora has it, by times of the model."""
+    """As bench.tune_lora has it: what is chosen without rows of this width takes half of all others' time."""
     kind = MAIN[row.kind]
     posed, seen = shape(kind, row), Seen()
     getattr(seen, kind).append(posed)
+    chosen = lora_tiles.chosen(lora_tiles.KERNELS[kind], posed, NAME)
     first, before = {"stock": 100.0, "defaults": DOWN}, 0.0 if kind == "narrow" else DOWN
     for choice in candidates.first_choices(row, seen, 90, False, every=True)[1:]:
-        work = lora_tiles.KERNELS[kind].work(getattr(choice, kind), posed, 132)
-        first[choice.name] = before + work.microseconds(HIDDEN[kind])
+        first[choice.name] = before + (10.0 if getattr(choice, kind) == chosen else 20.0)
     shapes = json.loads(json.dumps({kind: candidates.plain(posed)}))
     return {**vars(row), "outer": list(row.outer), "first_us": first, "shapes": shapes}
 
@@ -96,26 +90,23 @@ def test_nearly_all_are_tried(kind: str) -> None:
     assert set(case.times) == set(wanted) and case.shape == posed
 
 
-def test_waves_are_judged(
+def test_choices_are_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where times are those of the model, it loses nearly nothing, without the width of a problem."""
-    name = "nvidia_h100_80gb_hbm3"
+    """By how much longer they take than the fastest ones."""
     thin = lora_tiles.KERNELS["narrow"]
-    monkeypatch.setattr(candidates, "usual", lambda posed: [lora_tiles.usual_of(thin, posed, name)])
+    monkeypatch.setattr(candidates, "usual", lambda posed: [lora_tiles.chosen(thin, posed, NAME)])
     rows = [measured(row) for row in odd_grid()]
     results, out = tmp_path / "times.json", tmp_path / "judged.json"
     results.write_text(json.dumps({"device": "NVIDIA H100 80GB HBM3", "rows": rows}))
     monkeypatch.setattr("sys.argv", ["lora_tiles", str(results), "--json", str(out)])
-    monkeypatch.setattr("bench.tile_model.STEPS", (0.8, 0.2, 0.05))
     lora_tiles.main()
     judged = json.loads(out.read_text())
-    assert judged["of"] == name and set(judged["kernels"]) == set(lora_tiles.KERNELS)
+    assert judged["of"] == NAME and set(judged["kernels"]) == set(lora_tiles.KERNELS)
     for kind, found in judged["kernels"].items():
         assert found["problems"] >= 15, kind
-        ways = found["ways"]
-        assert ways["held out, doubt 1.0"]["mean"] < 0.02 < ways["usual"]["mean"], kind
-        assert ways["held out, doubt 1.25"]["mean"] <= ways["usual"]["mean"], kind
+        assert found["ways"]["chosen"]["most"] == 0 < found["ways"]["default"]["mean"] < 1, kind
+        assert found["ways"]["chosen"]["kept"] == 1 > found["ways"]["default"]["kept"], kind
     assert "narrow: 47 of 47" in capsys.readouterr().out
 
 

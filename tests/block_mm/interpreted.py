@@ -222,7 +222,6 @@ def errors(name: str) -> float:
     activations = list(case.activations) or [""] * count
 
     offsets, names = list(range(len(bias))), ",".join(activations)
-
     eps, has_gain, shift = case.norm or (None, False, 0.0)
     gain = torch.randn(case.inner[0]).to(case.dtype) if has_gain else None
 
@@ -245,22 +244,8 @@ def errors(name: str) -> float:
     assert case.dynamic == ("ks0" in module.kernels[0].source)
     wide = [[t.double() for t in tensors] for tensors in (a, b, bias)]
     wide_gain = None if gain is None else gain.double()
-    plain = Call(
-        *wide,
-        offsets,
-        groups,
-        scales,
-        names,
-        case.gated,
-        torch.float64,
-        "",
-        0,
-        eps,
-        wide_gain,
-        shift,
-        case.clamps,
-    )
-    exact = composite(plain)
+    sizes = offsets, groups, scales, names, case.gated, torch.float64, ""
+    exact = composite(Call(*wide, *sizes, 0, eps, wide_gain, shift, case.clamps))
     exact = [torch.relu(y) * 2 + 1 for y in exact] if case.tail else exact
     assert [y.shape for y in made.outputs] == [y.shape for y in exact]
     return max(float((x.double() - y).norm() / y.norm()) for x, y in zip(made.outputs, exact, strict=True))

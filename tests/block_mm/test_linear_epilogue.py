@@ -73,18 +73,22 @@ def test_read_beside_its_activation() -> None:
     assert named(call).activations == "" and seen.fused("linear_epilogue") == 1
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda x, w: F.linear(x, w),
-        lambda x, w: F.linear(x, w) + 1,
-        lambda x, w: F.linear(x, w).sum(-1),
-        lambda x, w: F.linear(F.relu(x), w),
-    ],
-)
-def test_no_activation(fn: Callable[..., Any]) -> None:
-    seen = check(fn, (rand(32, 64), rand(32, 64)), budget=2.0)
-    assert not seen.sites
+#: Functions of two inputs (32, 64) and a weight (64, 64): a linear without an activation, and no cross layer.
+NO_SITES: dict[str, Callable[..., Any]] = {
+    "alone": lambda x0, x, w: F.linear(x, w),
+    "a number is added": lambda x0, x, w: F.linear(x, w) + 1,
+    "summed": lambda x0, x, w: F.linear(x, w).sum(-1),
+    "an activation in front": lambda x0, x, w: F.linear(F.relu(x), w),
+    "multiplied": lambda x0, x, w: x0 * F.linear(x, w),
+    "multiplied by one row": lambda x0, x, w: x0[:1] * F.linear(x, w) + x,
+    "one row is added": lambda x0, x, w: x0 * F.linear(x, w) + x[0],
+    "added to a product of inputs": lambda x0, x, w: F.linear(x, w) + x * x0,
+}
+
+
+@pytest.mark.parametrize("name", NO_SITES)
+def test_no_site(name: str) -> None:
+    assert not check(NO_SITES[name], (rand(32, 64), rand(32, 64), rand(64, 64)), budget=2.0).sites
 
 
 #: Functions of x (rows, 64) and a weight (32, 64), beside which no activation stands.
@@ -179,19 +183,6 @@ def test_broadcast_against_itself() -> None:
 
     seen = check(fn, (rand(16, 64), rand(32, 64)), budget=2.0)
     assert "the result of the linear is broadcast" in seen.reasons("linear_epilogue")
-
-
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda x0, x, w: x0 * F.linear(x, w),
-        lambda x0, x, w: x0[:1] * F.linear(x, w) + x,
-        lambda x0, x, w: x0 * F.linear(x, w) + x[0],
-        lambda x0, x, w: F.linear(x, w) + x * x0,
-    ],
-)
-def test_no_cross_layer(fn: Callable[..., Any]) -> None:
-    assert not check(fn, (rand(32, 64), rand(32, 64), rand(64, 64)), budget=2.0).sites
 
 
 #: Functions of x (32, 64), a linear of it to 64 columns, and y (64,); what stock computes the activation in.

@@ -253,16 +253,8 @@ def drawn_structures(draw: Any) -> Drawn:
                 k, layout = draw(eights), draw(st.sampled_from(LAYOUTS))
             products.append((k, layout))
     owners = tuple(group for group in range(count) for _ in range(each))
-    posed = Problem(
-        rows,
-        columns,
-        tuple(k for k, _ in products),
-        owners,
-        tuple(x for _, x in products),
-        dtype,
-        gated,
-        shared,
-    )
+    inner, layouts = zip(*products, strict=True)
+    posed = Problem(rows, columns, inner, owners, layouts, dtype, gated, shared)
     small = all(k <= 32 for p, (k, _) in enumerate(products) if p % each)
     return Drawn(
         posed,

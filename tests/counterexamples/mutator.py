@@ -243,6 +243,11 @@ def mutations(node: fx.Node) -> Iterator[tuple[str, Change]]:
         yield "is_causal", lambda n: setattr(n, "kwargs", {**n.kwargs, "is_causal": True, "attn_mask": None})
         yield "no scale", lambda n: setattr(n, "kwargs", {k: v for k, v in n.kwargs.items() if k != "scale"})
     yield "also returned", returned
+    yield from of_values(value)
+
+
+def of_values(value: torch.Tensor) -> Iterator[tuple[str, Change]]:
+    """What can be done to a result."""
     if value.is_floating_point():
         yield "cloned", after("clone")
         yield "detached", after("detach")

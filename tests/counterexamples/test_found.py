@@ -114,3 +114,30 @@ def test_values_that_are_repeated_in_memory_have_gradients_of_their_own() -> Non
     q, k, _ = qkv(7, 13)
     v = torch.randn(1, *k.shape[1:]).expand_as(k).detach().requires_grad_()
     check(attention, (q, k, v), slack=4.0)
+
+
+class Tagged(torch.Tensor):
+    """A subclass that acts by `__torch_function__` alone."""
+
+
+@pytest.mark.parametrize("which", range(3), ids=["q", "k", "v"])
+def test_inputs_of_a_subclass(which: int) -> None:
+    """torch (2.13) refuses SDPA's kernel for them in the first call."""
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        scores = (q @ k.transpose(-2, -1) * 0.3).masked_fill(~triangle(q.shape[-2]), -1e9)
+        return torch.softmax(scores, dim=-1) @ v
+
+    inputs = list(qkv(9, 9, grad=False))
+    inputs[which] = inputs[which].as_subclass(Tagged)
+    run = testing.capture(lambda: attention(*inputs))
+    assert [(site.verdict, site.code) for site in run.sites] == [("left to stock", "subclass")]
+    torch.testing.assert_close(run.outputs, attention(*inputs))
+
+
+def test_a_parameter_is_of_no_subclass() -> None:
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return torch.softmax((q @ k.mT * 0.3).masked_fill(~triangle(9), -1e9), dim=-1) @ v
+
+    q, k, v = qkv(9, 9, grad=False)
+    assert testing.capture(attention, torch.nn.Parameter(q), k, v, train=True).fused

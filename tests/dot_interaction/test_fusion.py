@@ -11,7 +11,7 @@ from torch import nn
 
 from inductor_fusions import testing
 from inductor_fusions.fusions import dot_interaction
-from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION, DOT_PAIRS
+from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
 from tests.dot_interaction.forms import GIVEN, LI, LJ, OTHERS, SAMPLES, SPELLINGS, TRIANGLES, D, F, products
 
 
@@ -197,9 +197,9 @@ def test_arguments_that_do_not_fit() -> None:
     x, t = operands()
     for bad in ((t, x[1:]), (t, x.double()), (x, x), (t.long(), None), (t, t)):
         with pytest.raises((ValueError, RuntimeError)):
-            DOT_INTERACTION(*bad, False, False, [])
+            DOT_INTERACTION(*bad, None, False, False, [])
     with pytest.raises(ValueError, match="an int64 vector"):
-        DOT_PAIRS(t, x, torch.tensor([1.0]), [])
+        DOT_INTERACTION(t, x, torch.tensor([1.0]), False, False, [])
 
 
 @pytest.mark.gpu

@@ -68,12 +68,10 @@ def test_launched_by_inductor(given: bool, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(op, "has_kernel", lambda t: True)
     x, t = torch.randn(8, 64).bfloat16(), torch.randn(8, 27, 64).bfloat16()
 
-    cells = torch.arange(0, 700, 3)
+    cells = torch.arange(0, 700, 3) if given else None
 
     def fn(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        if given:
-            return op.DOT_PAIRS(t, x, cells, []) * 2
-        return op.DOT_INTERACTION(t, x, False, False, []) * 2
+        return op.DOT_INTERACTION(t, x, cells, False, False, []) * 2
 
     code = cuda_codegen.generate(fn, (x.requires_grad_(), t.requires_grad_()), train=True, run=False)
     forward, backward = code.modules

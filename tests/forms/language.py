@@ -269,11 +269,6 @@ def differential_of_two(q: Any, k: Any, v: Any) -> Any:
     return (a1 - 0.4 * a2) @ v
 
 
-@form(*QKV, fused=0, reasons=("sigmoid, and no softmax",))
-def sigmoid_attention(q: Any, k: Any, v: Any) -> Any:
-    return torch.sigmoid(q @ k.mT * 8**-0.5 - math.log(9)) @ v
-
-
 @form(*QKV, fused=0, reasons=("pow, and no softmax",))
 def relu_squared(q: Any, k: Any, v: Any) -> Any:
     return (F.relu(q @ k.mT) / 9) ** 2 @ v

@@ -32,11 +32,6 @@ def products_by_elements(q: Any, k: Any) -> Any:
     return ((q[:, :, None] * k[:, None]).sum(-1) * 0.25).softmax(-1) @ k
 
 
-@form(*((2, 4, 9, 8),) * 4, (2, 4, 9, 16), (1,), fused=0, reasons=("differential attention",) * 2)
-def difference_of_weights(q1: Any, k1: Any, q2: Any, k2: Any, v: Any, factor: Any) -> Any:
-    return (scored(q1, k1).softmax(-1) - factor * scored(q2, k2).softmax(-1)) @ v
-
-
 @form(*QKV, fused=0, reasons=("differential attention",))
 def difference_of_heads(q: Any, k: Any, v: Any) -> Any:
     w = scored(q, k).softmax(-1).view(2, 2, 2, 9, 9)
@@ -65,13 +60,6 @@ def values_overwritten_between_two_products(q: Any, k: Any, v: Any, u: Any) -> A
     x = w @ v
     u.mul_(2)
     return x, w @ u.relu()
-
-
-@form(*QKV, (2, 9, 9, 5), fused=0, reasons=("weights",))
-def values_of_pairs(q: Any, k: Any, v: Any, pairs: Any) -> Any:
-    """AlphaFold's points: values that depend on the query as well."""
-    w = scored(q, k).softmax(-1)
-    return w @ v, einsum("bhij,bijc->bihc", w, pairs)
 
 
 @form((9, 16), (13, 16), (16, 16), fused=0, reasons=("no-product",))

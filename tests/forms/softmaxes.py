@@ -186,12 +186,6 @@ def powers_of_two(q: Any, k: Any, v: Any) -> Any:
     return (powers / powers.sum(-1, keepdim=True)) @ v
 
 
-@form(*QKV, fused=0, reasons=("range",))
-def powers_of_two_as_they_are(q: Any, k: Any, v: Any) -> Any:
-    powers = torch.exp2(scored(q, k))
-    return (powers / powers.sum(-1, keepdim=True)) @ v
-
-
 @form(*QKV)
 def softmax_with_zeros_of_its_own(q: Any, k: Any, v: Any) -> Any:
     """Softmax-n: a number of zeros in the sum, shifted as the scores are; one row is fully masked."""

@@ -9,6 +9,13 @@ from hypothesis import strategies as st
 
 from tests.fuzz.programs import FILL, Program, Writer
 
+#: Kinds of what is done to the scores; more often drawn are those that are named twice.
+STEPS = (
+    "scale", "scale", "bias", "bias", "fill", "fill", "mask", "cast", "view", "copy", "in place",
+    "tensor scale", "tanh", "clamp", "shift", "used", "returned", "turn", "slice", "cat", "soft fill",
+    "alpha", "dropout", "overwritten", "select",
+)  # fmt: skip
+
 
 class AttentionWriter:
     """Writes one attention, or what is nearly one."""
@@ -104,77 +111,11 @@ class AttentionWriter:
         return f"({rows} {self.w.pick('>=', '>=', '+ 1 >=', '+ 3 >')} {columns})"
 
     def step(self) -> None:
-        w, b, h = self.w, self.batch, self.heads
-        kind = w.pick(
-            *["scale", "scale", "bias", "bias", "fill", "fill", "mask", "cast", "view", "copy", "in place"],
-            *[
-                "tensor scale",
-                "tanh",
-                "clamp",
-                "shift",
-                "used",
-                "returned",
-                "turn",
-                "slice",
-                "cat",
-                "soft fill",
-            ],
-            *["alpha", "dropout", "overwritten", "select"],
-        )
-        scores = {
-            "scale": lambda: w.pick(
-                "scores * 0.7",
-                "scores / 1.5",
-                "0.3 * scores",
-                "scores.div(2.0)",
-                "scores * -0.7",
-                "torch.mul(scores, 0.5)",
-                "scores / torch.sqrt(torch.tensor(8.0))",
-                "-scores",
-                "2.0 / (scores.abs() + 1.0)",
-            ),
-            "bias": lambda: self.bias(),
-            "fill": lambda: self.fill(FILL),
-            "soft fill": lambda: self.fill(-2.0),
-            "mask": lambda: f"scores + torch.where({self.mask()}, 0.0, {FILL})",
-            "cast": lambda: w.pick("scores.float()", "scores.to(torch.float64).float()", "scores.type_as(q)"),
-            "view": lambda: w.pick(
-                f"scores.reshape({b * h}, {self.q}, {self.k}).view({b}, {h}, {self.q}, {self.k})",
-                "scores[:, :, None].squeeze(2)",
-                f"scores.view({b}, {h}, {self.q}, {self.k})",
-            ),
-            "copy": lambda: w.pick("scores.clone()", "scores.contiguous()", "scores.mT.contiguous().mT"),
-            "in place": lambda: w.pick("scores.mul_(0.8)", "scores.add_(0.5)", "scores.div_(1.5)"),
-            "tensor scale": lambda: f"scores * {w.input('leaf', *self.shape())}",
-            "tanh": lambda: "torch.tanh(scores / 2) * 2",
-            "clamp": lambda: w.pick(
-                "scores.clamp(min=-3.0)", f"scores.clamp(min={FILL})", "scores.clamp(-2, 2)"
-            ),
-            "shift": lambda: w.pick(
-                "scores - scores.amax(-1, keepdim=True)",
-                "scores.amax(-1, keepdim=True) - scores",
-                "scores + 1.5",
-                "scores - 100.0",
-                "0.5 - scores",
-            ),
-            "turn": lambda: w.pick(
-                "scores.mT.mT",
-                "scores.transpose(0, 1).transpose(0, 1)",
-                "scores.flip(-1)",
-                "scores.roll(1, -1)",
-                "scores.mT" if self.q == self.k else "scores",
-            ),
-            "slice": lambda: w.pick(f"scores[..., :{self.k}]", "scores[:, :, :, :]"),
-            "cat": lambda: f"torch.cat([scores, scores[..., :1]], -1)[..., :{self.k}]",
-            "alpha": lambda: (
-                f"torch.{w.pick('add', 'sub')}({w.pick('scores, {}', '{}, scores')}, alpha=0.3)".format(
-                    w.input("leaf", *self.shape())
-                )
-            ),
-            "dropout": lambda: w.pick("F.dropout(scores, 0.0)", "F.dropout(scores, 0.3, training=False)"),
-        }
-        if kind in scores:
-            w.line(f"scores = {scores[kind]()}")
+        w = self.w
+        kind = w.pick(*STEPS)
+        changes = self.changes()
+        if kind in changes:
+            w.line(f"scores = {changes[kind]()}")
         elif kind == "used":
             w.line("scores = scores + scores.detach().mean() * 0.1")
         elif kind == "returned":
@@ -186,6 +127,49 @@ class AttentionWriter:
             w.line(f"{name}.mul_(0.5)")
         elif kind == "select":
             w.line(f"scores[..., {w.pick(0, -1)}] = 0.25")
+
+    def changes(self) -> dict[str, Callable[[], str]]:
+        """What makes other scores of the scores, by the kind of step."""
+        w, b, h = self.w, self.batch, self.heads
+        return {
+            "scale": lambda: w.pick(
+                "scores * 0.7", "scores / 1.5", "0.3 * scores", "scores.div(2.0)", "scores * -0.7",
+                "torch.mul(scores, 0.5)", "scores / torch.sqrt(torch.tensor(8.0))", "-scores",
+                "2.0 / (scores.abs() + 1.0)",
+            ),
+            "bias": lambda: self.bias(),
+            "fill": lambda: self.fill(FILL),
+            "soft fill": lambda: self.fill(-2.0),
+            "mask": lambda: f"scores + torch.where({self.mask()}, 0.0, {FILL})",
+            "cast": lambda: w.pick("scores.float()", "scores.to(torch.float64).float()", "scores.type_as(q)"),
+            "view": lambda: w.pick(
+                f"scores.reshape({b * h}, {self.q}, {self.k}).view({b}, {h}, {self.q}, {self.k})",
+                "scores[:, :, None].squeeze(2)", f"scores.view({b}, {h}, {self.q}, {self.k})",
+            ),
+            "copy": lambda: w.pick("scores.clone()", "scores.contiguous()", "scores.mT.contiguous().mT"),
+            "in place": lambda: w.pick("scores.mul_(0.8)", "scores.add_(0.5)", "scores.div_(1.5)"),
+            "tensor scale": lambda: f"scores * {w.input('leaf', *self.shape())}",
+            "tanh": lambda: "torch.tanh(scores / 2) * 2",
+            "clamp": lambda: w.pick(
+                "scores.clamp(min=-3.0)", f"scores.clamp(min={FILL})", "scores.clamp(-2, 2)"
+            ),
+            "shift": lambda: w.pick(
+                "scores - scores.amax(-1, keepdim=True)", "scores.amax(-1, keepdim=True) - scores",
+                "scores + 1.5", "scores - 100.0", "0.5 - scores",
+            ),
+            "turn": lambda: w.pick(
+                "scores.mT.mT", "scores.transpose(0, 1).transpose(0, 1)", "scores.flip(-1)",
+                "scores.roll(1, -1)", "scores.mT" if self.q == self.k else "scores",
+            ),
+            "slice": lambda: w.pick(f"scores[..., :{self.k}]", "scores[:, :, :, :]"),
+            "cat": lambda: f"torch.cat([scores, scores[..., :1]], -1)[..., :{self.k}]",
+            "alpha": lambda: (
+                f"torch.{w.pick('add', 'sub')}({w.pick('scores, {}', '{}, scores')}, alpha=0.3)".format(
+                    w.input("leaf", *self.shape())
+                )
+            ),
+            "dropout": lambda: w.pick("F.dropout(scores, 0.0)", "F.dropout(scores, 0.3, training=False)"),
+        }  # fmt: skip
 
     def bias(self) -> str:
         x = self.w.input(self.w.pick("leaf", "rand"), *self.shape())

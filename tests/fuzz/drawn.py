@@ -14,8 +14,9 @@ from inductor_fusions import config, testing
 pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from tests.fuzz.calls import Calls
 from tests.fuzz.running import KINDS
-from tests.fuzz.situations import Calls, Situated
+from tests.fuzz.situations import Situated
 
 #: Programs of each kind, in batches from one seed.
 BATCHES, SIZE = 16, 8

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,3 +157,20 @@ class Writer:
     def program(self, result: str) -> Program:
         kernel = self.pick("auto", "auto", "flex")
         return Program(tuple(self.inputs), tuple(self.lines), result, kernel)
+
+
+def judging_script(program: Program, more: Sequence[str], judge: str, how: str) -> str:
+    """A script that judges a program.
+
+    Args:
+        more: the fields that its class adds.
+        judge: the function of its module that does.
+    """
+    names = ("inputs", "lines", "result", "kernel", "draws", "pads", *more)
+    text = "".join(f"    {name}={getattr(program, name)!r},\n" for name in names)
+    return (
+        "from tests.fuzz.programs import Input\n"
+        f"from {type(program).__module__} import *\n\n"
+        f"program = {type(program).__name__}(\n{text})\n"
+        f"print(program.source)\n{judge}(program, code={how == 'code'})\n"
+    )

@@ -11,9 +11,10 @@ pytest.importorskip("hypothesis")
 from hypothesis.errors import UnsatisfiedAssumption
 
 from inductor_fusions import config, testing
+from tests.fuzz.calls import Call, Calls, judge_calls
 from tests.fuzz.judge import runs
 from tests.fuzz.programs import Input
-from tests.fuzz.situations import SITUATIONS, Call, Calls, Situated, judge_calls, judge_situation
+from tests.fuzz.situations import SITUATIONS, Situated, judge_situation
 
 ATTENTION = "torch.softmax(x0 @ x1.mT * 0.5, -1) @ x2"
 LEAVES = tuple(Input(f"x{i}", "leaf", (2, 3, 4, 8)) for i in range(3))

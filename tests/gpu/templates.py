@@ -15,11 +15,11 @@ from torch import Tensor
 
 from inductor_fusions import _inductor, config
 from inductor_fusions.block_mm import configurations, heuristics
-from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION, DOT_PAIRS
+from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
 from inductor_fusions.fusions.linear_cross_entropy.op import LINEAR_CROSS_ENTROPY, SOFTMAX_ROWS
 from inductor_fusions.fusions.lora import decode
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
-from inductor_fusions.fusions.lora.op import LORA_DROPPED_DOWN
+from inductor_fusions.fusions.lora.op import LORA_DOWN
 from inductor_fusions.fusions.outer_product_linear.op import OUTER_PRODUCT_LINEAR, pairs
 from tests.attention.support import decode_everywhere, flex_everywhere, short_everywhere
 
@@ -135,7 +135,7 @@ def accumulated(base: Tensor, x: Tensor, a: Tensor, b: Tensor, chance: Tensor) -
 
 def behind_a_mask(x: Tensor, w: Tensor, a: Tensor, b: Tensor, chance: Tensor) -> Tensor:
     """As behind a dropout whose mask is there."""
-    base, h = F.linear(x, w), LORA_DROPPED_DOWN(x, chance > 0, a, 1.25)
+    base, h = F.linear(x, w), LORA_DOWN(x, a, chance > 0, 1.25)
     return (base + F.linear(h, b) * 2.0).to(base.dtype)
 
 
@@ -145,7 +145,7 @@ def pair(early: bool, **wanted: int) -> Iterator[None]:
     made = decode.default
 
     def choose(shape: Any, device: torch.device) -> Any:
-        return replace(made(shape, heuristics.capability(device)), **wanted)
+        return replace(made(shape), **wanted)
 
     def capability(device: torch.device) -> int:
         return heuristics.capability(device) if early else 80
@@ -229,12 +229,12 @@ def tf32() -> Iterator[None]:
 
 def given_pairs(t: Tensor, dense: Tensor) -> Tensor:
     cells = torch.arange(0, 729, 2, device=t.device).repeat(2)
-    found: Tensor = DOT_PAIRS(t, dense, cells, [])
+    found: Tensor = DOT_INTERACTION(t, dense, cells, False, False, [])
     return found
 
 
 def interaction(t: Tensor, dense: Tensor) -> Tensor:
-    found: Tensor = DOT_INTERACTION(t, dense, False, False, [])
+    found: Tensor = DOT_INTERACTION(t, dense, None, False, False, [])
     return found
 
 
@@ -296,7 +296,7 @@ TEMPLATES: dict[str, Template] = {
         lora, FEW, PAIR, False, functools.partial(pair, True, block_k=256, lanes=4), least=90, marks=LANES
     ),
     "adapters, added to what is in memory": Template(
-        accumulated, ((512, 384), *LORA[:1], *LORA[2:], (512, 384)), ("lora_accumulate",), True, fixed=(4,)
+        accumulated, ((512, 384), *LORA[:1], *LORA[2:], (512, 384)), ("lora_accumulate",)
     ),
     "adapters behind a mask": Template(
         behind_a_mask, (*LORA, LORA[0]), (*NARROW, "lora_accumulate"), True, fixed=(1, 4)
@@ -338,8 +338,6 @@ LARGE: dict[str, Template] = {
         accumulated,
         ((4096, 2048), *WIDE_LORA[:1], *WIDE_LORA[2:], (4096, 2048)),
         ("lora_accumulate",),
-        True,
-        fixed=(4,),
     ),
     "adapters of float32 behind a mask": Template(
         behind_a_mask,

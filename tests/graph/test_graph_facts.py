@@ -22,7 +22,7 @@ from bench import pass_time
 from inductor_fusions import _inductor
 from inductor_fusions._inductor import graphs
 from inductor_fusions.driver import passes
-from inductor_fusions.graph import memory
+from inductor_fusions.graph import lifetimes
 from inductor_fusions.graph.memory import Memory
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -98,7 +98,7 @@ def test_cost_is_linear(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Through how many values that are in no memory a site looks is a constant. It is smaller here, so that four
     layers have as many: with 16, calls grow 2.65 times from 4 to 8 layers and 2.25 times from 16 to 32.
     """
-    monkeypatch.setattr(memory, "_DEPTH", 4)
+    monkeypatch.setattr(lifetimes, "_DEPTH", 4)
     few, many = calls(case, 4), calls(case, 8)
     assert len(few) == len(many) >= 2
     for before, now in zip(few, many, strict=True):

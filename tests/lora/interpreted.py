@@ -184,11 +184,15 @@ def errors(name: str) -> float:
     if case.large:
         a, scales = [right * 2048 for right in a], [64 * scale for scale in scales]
     if case.columns:
-        decode.default = lambda shape, arch: case.config  # type: ignore[assignment]
+        decode.default = lambda shape: case.config  # type: ignore[assignment]
         decode.capability = lambda device: 80  # the interpreter waits for no kernel
         return _linear_error(case, x, a, scales)
     narrow.default = lambda shape: case.config  # type: ignore[assignment]
+    return _narrow_error(case, x, a, scales)
 
+
+def _narrow_error(case: Case, x: torch.Tensor, a: list[torch.Tensor], scales: list[float]) -> float:
+    wide, thin = case.dtypes
     kept = [_like(torch.rand(x.shape) > 0.25, x) for _ in a] if case.masks else []
 
     def fn(x: Any, a: Any, kept: Any) -> Any:
@@ -204,7 +208,7 @@ def errors(name: str) -> float:
             torch._dynamo.mark_dynamic(t, 0)
     templates = 2 if case.summands and case.rows > narrow_kernel.FEW_ROWS else 1
     in_parts = case.config.splits > 1
-    together = in_parts and (len(a) > 1 or (case.split and case.dtypes[0] != case.dtypes[1]))
+    together = in_parts and (len(a) > 1 or (case.split and wide != thin))
     outputs = generated(fn, (x, a, kept), in_parts and not together, templates + together)
     read = [x.double() * mask for mask in kept] or [x.double()] * len(a)
     exact = [s * left @ right.double() for s, left, right in zip(scales, read, a, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +12,9 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from inductor_fusions import config
-from inductor_fusions.decisions import tables
-from inductor_fusions.fusion import LeftToStock
-from inductor_fusions.fusions.lora import accumulate_kernel, profit
+from inductor_fusions.fusions.lora import accumulate_kernel
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
-from inductor_fusions.fusions.lora.accumulate_kernel import Config, Shape
+from inductor_fusions.fusions.lora.accumulate_kernel import Shape
 from inductor_fusions.fusions.lora.op import NARROW_MM
 from inductor_fusions.reasons import Reason
 from tests.block_mm.support import check, rand, run
@@ -67,6 +64,8 @@ def arguments() -> list[Any]:
     (3, [1.0], "scale"),
     (4, [torch.rand(5, 6)], "kept"),
     (4, [torch.rand(5, 1) > 0], "kept"),
+    (4, [torch.rand(4, 6) > 0], "kept"),
+    (4, [torch.rand(5) > 0], "kept"),
     (4, [], "kept_products"),
     (5, [2], "kept_products"),
     (5, [-1], "kept_products"),
@@ -94,34 +93,6 @@ def test_configurations() -> None:
         tried = accumulate_kernel.candidates(some)
         assert tried[0] == accumulate_kernel.default(some) and len(tried) == len(set(tried)) > 2
     assert accumulate_kernel.default(replace(shape, rows=3)).block_m == 16
-
-
-def test_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The configuration of the nearest number of tokens; the gain of those on both sides."""
-    shape = Shape(4096, 64, (16,), 1, HALF, HALF)
-    first, second = Config(64, 128, 4), Config(128, 128, 8)
-    posed = profit.Accumulated(4096, (64,), 64, (16,), 1, HALF, HALF)
-    found = {
-        "lora_accumulate": [
-            {**accumulate_kernel.key(shape), "tokens": 2048, "config": asdict(first)},
-            {**accumulate_kernel.key(shape), "tokens": 8192, "config": asdict(second)},
-        ],
-        "lora_sums": [{**posed.key, "tokens": 4096, "gain": 1.5}],
-    }
-    monkeypatch.setattr(tables, "load", lambda name: found)
-    monkeypatch.setattr(tables, "device_name", lambda device: "any")
-    monkeypatch.setattr(profit, "capability", lambda device: 90)
-    device = torch.device("cuda")
-    assert accumulate_kernel.choose(replace(shape, rows=2100), device) == first
-    assert accumulate_kernel.choose(replace(shape, rows=6000), device) == second
-    assert accumulate_kernel.choose(replace(shape, rows=512, columns=128), device) == first
-    # Nothing like it; and tiles that threads have no room for.
-    for other in (replace(shape, rows=None), replace(shape, masks=0), replace(shape, columns=65)):
-        assert accumulate_kernel.choose(other, device) == accumulate_kernel.default(other)
-    assert "1.50x measured" in profit.kernel(posed, device)
-    for miss in (replace(posed, tokens=512), replace(posed, tokens=None), replace(posed, masks=2)):
-        with config.patch(estimate=False), pytest.raises(LeftToStock, match=r"measured|symbolic"):
-            profit.kernel(miss, device)
 
 
 # -- sums without a product -------------------------------------------------------------------------------
@@ -348,6 +319,3 @@ def test_near_misses(name: str) -> None:
     seen = run(fn, gradients(1)[0])
     assert not targets(seen, LORA_ACCUMULATE)
     assert reason.code in seen.codes("lora"), seen.reasons("lora")
-
-
-# -- PEFT -------------------------------------------------------------------------------------------------

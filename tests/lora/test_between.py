@@ -93,16 +93,6 @@ def test_few_rows_are_not_measured() -> None:
     assert seen.codes("lora") == [Reason.NOT_MEASURED.code]
 
 
-def test_vector_behind_b() -> None:
-    """VeRA: one vector is between A and B, and the other one goes to B."""
-
-    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
-        return F.linear(x, w) + w[:, 0] * F.linear(w[0, :16] * F.linear(x, a), b)
-
-    seen = check(fn, operands(), budget=2.0)
-    assert seen.fused("lora") == 1 and not seen.products()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows", [5, 96])
 def test_gate_of_rows(dtype: torch.dtype, rows: int) -> None:

@@ -23,7 +23,6 @@ def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 #: Of the input, of what the linear and the adapter give, and of the vector.
 FORMS: dict[str, Callable[..., Any]] = {
-    "torchtune": lambda x, y, up, v: (v - 1) * y + v * (up * 0.5) + y,
     "PEFT": lambda x, y, up, v: (y + ((v.view(1, -1) - 1) * y + v.view(1, -1) * up * 0.5)).to(x.dtype),
     "with a residual": lambda x, y, up, v: x.repeat(1, 2) + (y + (v - 1) * y + v * up) + v,
     "in halves": lambda x, y, up, v: (v + 0.5) * y * 2.0 - y + v * up,

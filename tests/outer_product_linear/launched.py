@@ -31,9 +31,8 @@ def written(one: bool, dtype: torch.dtype) -> str:
     def product(u: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> Any:
         return op.OUTER_PRODUCT_LINEAR(u, v, w)
 
-    tiles = {"LINEAR": LINEAR, "BLOCK_Q": BLOCK}
     with (
-        mock.patch.multiple(launch, **{k: dict.fromkeys((2, 4), t) for k, t in tiles.items()}),
+        mock.patch.multiple(launch, LINEAR=LINEAR, BLOCK_Q=dict.fromkeys((2, 4), BLOCK)),
         mock.patch.object(op, "_has_kernel", lambda u: True),
     ):
         inputs = tuple(operands(one, dtype))

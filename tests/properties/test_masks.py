@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inductor_fusions import config, testing
-from tests.attention.support import check, flex_everywhere, qkv
+from tests.attention.support import capture, check, flex_everywhere, qkv
 from tests.cases.masks import (
     CASES,
     HEADS,
@@ -149,10 +149,7 @@ def test_blocks(name: str) -> None:
     data = segments(batch, length)
     data = (data.int() - 2) * (2**30 - 1) if name == "far apart" else data
     with flex_everywhere("flex"):
-        run = testing.capture(
-            case.fn, *qkv(length, length, heads=HEADS), data, policy="always",
-            backend=testing.EAGER_AFTER_PASSES, train=True,
-        )  # fmt: skip
+        run = capture(case.fn, *qkv(length, length, heads=HEADS), data, policy="always", train=True)
     (call,) = run.calls("flex_attention")
     wanted = [node for node in named(call).block_mask if isinstance(node, torch.fx.Node)][:8]
     values = evaluate(call.graph, wanted, data)

@@ -45,13 +45,9 @@ OPERATIONS: dict[str, Callable[[], tuple[tuple[Any, ...], int]]] = {
         (heads(3), heads(5), heads(5), None, None, None, 0.25, True, 3, [16, 1, 4, 1]), 0,
     ),
     "decode_tiles": lambda: ((torch.arange(5).view(1, 1, 1, 5) < 3, None, 2, 16), 0),
-    "dot_interaction": lambda: ((leaf(5, 7, 8), leaf(5, 6), False, False, []), 2),
+    "dot_interaction": lambda: ((leaf(5, 7, 8), leaf(5, 6), torch.tensor(CELLS), False, False, []), 2),
     "dot_interaction_gradient": lambda: (
-        (torch.randn(5, 27), torch.randn(5, 7, 8), 6, False, False, []), 0,
-    ),
-    "dot_pairs": lambda: ((leaf(5, 7, 8), leaf(5, 6), torch.tensor(CELLS), []), 2),
-    "dot_pairs_gradient": lambda: (
-        (torch.randn(5, 10), torch.randn(5, 7, 8), 6, torch.tensor(CELLS), []), 0,
+        (torch.randn(5, 27), torch.randn(5, 7, 8), 6, None, False, False, []), 0,
     ),
     "linear_cross_entropy": lambda: (
         (leaf(5, 8), leaf(7, 8), leaf(7), torch.tensor([0, 6, -100, 3, 2]), None, None, 1.0, 0.0, -100, 0.1,
@@ -65,12 +61,11 @@ OPERATIONS: dict[str, Callable[[], tuple[tuple[Any, ...], int]]] = {
          torch.tensor([0, 6, -1, 3, 2]), torch.rand(7), 0.5, 3.0, True, [True] * 3), 0,
     ),
     "lora_accumulate": lambda: (
-        (leaf(5, 6), [leaf(5, 3), leaf(5, 2)], [leaf(3, 6), leaf(2, 6)], [0.5, 2.0],
-         [torch.arange(30).view(5, 6) % 3 > 0], [1], torch.float32), 3,
+        (torch.randn(5, 6), [torch.randn(5, 3), torch.randn(5, 2)], [torch.randn(3, 6), torch.randn(2, 6)],
+         [0.5, 2.0], [torch.arange(30).view(5, 6) % 3 > 0], [1], torch.float32), 0,
     ),
-    "lora_down": lambda: ((leaf(2, 5, 8), leaf(3, 8)), 2),
-    "lora_dropped_down": lambda: (
-        (leaf(2, 5, 8), torch.arange(80).view(2, 5, 8) % 3 > 0, leaf(3, 8), 1.25), 3,
+    "lora_down": lambda: (
+        (leaf(2, 5, 8), leaf(3, 8), torch.arange(80).view(2, 5, 8) % 3 > 0, 1.25), 2,
     ),
     "lora_linear": lambda: (
         (torch.randn(5, 8), [torch.randn(8, 6)], [torch.randn(6)], [0], [torch.randn(8, 3)],
@@ -114,7 +109,7 @@ def test_X1_operations(name: str, device: torch.device) -> None:
     arguments, count = OPERATIONS[name]()
     arguments = on(device, arguments)
     op = getattr(torch.ops.inductor_fusions, name).default
-    if name not in ("lora_down", "lora_dropped_down"):  # they are made of another one
+    if name != "lora_down":  # it is made of another one
         checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"]
         checks += [] if name.startswith(("lora", "stored")) else ["test_aot_dispatch_dynamic"]
         torch.library.opcheck(op, arguments, test_utils=checks)

@@ -31,12 +31,12 @@ class Mutations:
             for target in self._targets[node]:
                 self._writes.append((node, storage(target)))
 
-    def touch(self, node: Any, ignore: Iterable[fx.Node] = ()) -> bool:
-        """Whether any node of the graph, but those ignored, writes to the storage of `node`."""
+    def touch(self, node: Any) -> bool:
+        """Whether any node of the graph writes to the storage of `node`."""
         if not self._writes:
             return False
-        skip, mine = set(ignore), storage(torch_ops.source(node))
-        return any(writer not in skip and may_alias(mine, other) for writer, other in self._writes)
+        mine = storage(torch_ops.source(node))
+        return any(may_alias(mine, other) for _, other in self._writes)
 
     def last(self, node: Any, before: fx.Node | None) -> fx.Node | None:
         """The last node that writes to the storage of `node`, after it and before another (or the end)."""

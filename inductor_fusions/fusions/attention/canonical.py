@@ -41,12 +41,8 @@ def canonicalise(site: Attention, interpreter: Interpreter) -> Problem:
     lead, grouped = _batch_and_heads(site)
     target = (*lead[:-2], product(lead[-2:])) if grouped else lead
     q = _moved(q.expand((*site.lead, *q.shape[-2:])), site.lead, target)
-    if grouped:
-        (short_k, short_v), (full_k, full_v) = _grouped(k, v, lead, target)
-    else:
-        k, v = _moved(k, site.lead, target), _moved(v, site.results[0].lead, target)
-        full_k, full_v = (t.expand((*target, *t.shape[-2:])) for t in (k, v))
-        short_k, short_v = own_heads(k, v, target, interpreter.mutations, site.output)
+    split = _grouped(k, v, lead, target) if grouped else _ungrouped(site, k, v, target, interpreter.mutations)
+    (short_k, short_v), (full_k, full_v) = split
     zeroed = zeroed_fills(site, interpreter)
     value_scalers, behind = _by_keys(_scalers(site.behind, target))
     hides_rows = any(kind in ("hide", "show") for kind, _ in behind)
@@ -58,24 +54,17 @@ def canonicalise(site: Attention, interpreter: Interpreter) -> Problem:
     scalers, *late_scalers = [_scalers(part.scalers, target) for part in parts]
     key_scalers, scalers = _by_keys(scalers)
     if key_scalers or value_scalers:
-        if dtype == torch.float16:
-            raise Reason.RANGE.rejected(
-                "keys or values may overflow in float16 when factors are applied to them"
-            )
-        short_k, short_v = full_k, full_v
+        short_k, short_v = _scalable(full_k, full_v, dtype)
     problem = Problem(
         q=q, k=short_k, v=short_v, full_k=full_k, full_v=full_v, scale=site.scale, dropout=site.dropout,
-        causal=left is None, dtype=dtype, results=site.results, output=site.output,
+        causal=left is None, dtype=dtype, results=site.results,
         terms=[
             (finite(t) if t in zeroed or (hides_rows and t.fill is not None) else t, operand)
             for t, operand in terms
         ],
         scalers=scalers, late_scalers=late_scalers, behind=behind, key_scalers=key_scalers,
         value_scalers=value_scalers,
-        train=any(
-            (t := torch_ops.tensor(node)) is not None and records_gradients(t)
-            for node in (site.q.node, site.k.node, *(r.v.node for r in site.results), *site.outputs)
-        ),
+        train=_trains(site),
         stages=[_stage(stage, target, interpreter) for stage in site.stages],
         sink=_sink(site, target, interpreter),
         # Where masked scores are -inf, a fully masked row is zero.
@@ -88,8 +77,7 @@ def canonicalise(site: Attention, interpreter: Interpreter) -> Problem:
         overwritten=interpreter.mutations.touch,
         version=interpreter.mutations.last,
     )  # fmt: skip
-    if any(value.device != q.value.device for value in _added(problem)):
-        raise Reason.MASK.rejected("a mask or a bias is a scalar tensor on another device")
+    _check_devices(problem)
     return problem
 
 
@@ -108,12 +96,27 @@ def _settled(site: Attention, mutations: Mutations) -> tuple[Operand, Operand, O
 
 def _grouped(
     k: Operand, v: Operand, lead: Sequence[Any], target: Sequence[Any]
-) -> tuple[list[Operand], list[Operand]]:
+) -> tuple[Sequence[Operand], Sequence[Operand]]:
     """k and v with their own heads, and repeated, if the last leading dim holds heads of q that share one."""
     k, v = (t.padded(len(lead) + 2) for t in (k, v))
     own = [t.then("squeeze", -3).expand((*lead[:-1], *t.shape[-2:])) for t in (k, v)]
     wide = [t.expand((*lead, *t.shape[-2:])) for t in (k, v)]
     return own, [t.reshape((*target, *t.shape[-2:])) for t in wide]
+
+
+def _ungrouped(
+    site: Attention, k: Operand, v: Operand, target: Sequence[Any], mutations: Mutations
+) -> tuple[Sequence[Operand], Sequence[Operand]]:
+    """k and v with their own heads, and with as many as q has."""
+    k, v = _moved(k, site.lead, target), _moved(v, site.results[0].lead, target)
+    wide = [t.expand((*target, *t.shape[-2:])) for t in (k, v)]
+    return own_heads(k, v, target, mutations, site.output), wide
+
+
+def _trains(site: Attention) -> bool:
+    """Whether a gradient flows into q, k or v, or into anything else that the results are made of."""
+    nodes = (site.q.node, site.k.node, *(r.v.node for r in site.results), *site.outputs)
+    return any((t := torch_ops.tensor(node)) is not None and records_gradients(t) for node in nodes)
 
 
 def _check_casts(site: Attention, *dtypes: torch.dtype) -> None:
@@ -136,6 +139,11 @@ def _together(masks: list[tuple[Operand, bool]]) -> tuple[Operand, bool] | None:
     for other in others:
         first = first.then(torch.logical_or, other)
     return first, True
+
+
+def _check_devices(problem: Problem) -> None:
+    if any(value.device != problem.q.value.device for value in _added(problem)):
+        raise Reason.MASK.rejected("a mask or a bias is a scalar tensor on another device")
 
 
 def _added(problem: Problem) -> Iterator[torch.Tensor]:
@@ -173,6 +181,13 @@ def _by_keys(scalers: Sequence[Scaler]) -> tuple[list[Scaler], list[Scaler]]:
         else:
             others.append((kind, by))
     return of_keys, others
+
+
+def _scalable(k: Operand, v: Operand, dtype: torch.dtype) -> tuple[Operand, Operand]:
+    """Keys and values that factors may be applied to."""
+    if dtype == torch.float16:
+        raise Reason.RANGE.rejected("keys or values may overflow in float16 when factors are applied to them")
+    return k, v
 
 
 def _stage(
@@ -283,7 +298,7 @@ def own_heads(
 
     Not where those or the repeated ones are overwritten between the repetition and their reader.
     """
-    found_k, found_v = unrepeated(k, -3), unrepeated(v, -3)
+    found_k, found_v = unrepeated(k), unrepeated(v)
     if found_k is not None and found_v is not None and found_k[1] == found_v[1]:
         pairs = ((k.node, found_k[0].node), (v.node, found_v[0].node))
         if all(_still_equal(copy, base, mutations, reader) for copy, base in pairs):

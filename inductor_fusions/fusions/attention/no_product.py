@@ -9,7 +9,7 @@ from torch import fx
 
 from ..._inductor import hint
 from ...fusion import Rejected
-from ...graph.torch_ops import ADDING, CASTS, PRODUCTS, VIEWS, Op, read, tensor
+from ...graph.torch_ops import ADDING, CASTS, NUMPY, PRODUCTS, VIEWS, Op, read, tensor
 from ...reasons import Reason
 
 NO_PRODUCT = Reason.NO_PRODUCT("no product of queries and keys precedes the softmax")
@@ -17,6 +17,7 @@ ELEMENTWISE = Reason.NO_PRODUCT("the scores are sums of elementwise products, no
 OUTSIDE = Reason.NO_PRODUCT(
     "the scores are computed outside of the region, such as a checkpoint, of the softmax"
 )
+WITHOUT_NUMPY = "write it with torch"
 #: How far a product is looked for, in nodes.
 REACH = 64
 #: Results of these have other sizes than what they are of.
@@ -27,11 +28,21 @@ _ENDS = frozenset("softmax _softmax scaled_dot_product_attention layer_norm rms_
 
 def between(op: Op, scores: torch.Tensor) -> Rejected:
     """Why what holds `scores`, the result of `op`, cannot be read further up."""
+    if numpy := by_numpy(op):
+        return Reason.IN_BETWEEN.rejected(
+            f"the scores are computed by {numpy}, which is not read", WITHOUT_NUMPY
+        )
     source = read(op.input) if op.name == "sum" else None
     if source is not None and source.name == "mul":
         return Rejected(ELEMENTWISE)
     made = _norms_scores(op) or has_product(op.node, scores)
     return Rejected(stands_between(op) if made else NO_PRODUCT)
+
+
+def by_numpy(op: Op) -> str:
+    """The operation of NumPy that `op` is, or whose result it converts; "" if there is none."""
+    near = (op, *map(read, op.node.all_input_nodes[:1]))
+    return next((each.name for each in near if each is not None and each.name.startswith(NUMPY)), "")
 
 
 def _norms_scores(op: Op) -> bool:

@@ -19,7 +19,7 @@ from ..._inductor import hint, known_true
 from ...graph import torch_ops
 from ...graph.builder import Builder
 from ...graph.dims import permutation
-from ...operands import check_kind, same_shape
+from ...operands import check_given, check_kind, same_shape
 
 #: The name of a method of tensors, or a function, and its arguments after the tensor.
 Step = tuple[str | Callable[..., torch.Tensor], tuple[Any, ...]]
@@ -44,12 +44,13 @@ class Operand(torch_ops.Seen):
 
         Raises:
             Rejected: inside of vmap; the scores may be outside.
-            LeftToStock: the tensor is one around tensors.
+            LeftToStock: the tensor is one around tensors, or an input of a subclass of Tensor.
         """
         if isinstance(node, Operand):
             return node
         value = torch_ops.tensor(node)
         check_kind(value)
+        check_given(node)
         return None if value is None else cls(node, value.detach().requires_grad_(value.requires_grad))
 
     def then(self, method: str | Callable[..., torch.Tensor], *args: Any) -> Operand:
@@ -179,18 +180,18 @@ def regroup(operand: Operand, lead: Sequence[Any], target: Sequence[Any]) -> Ope
     return operand.expand((*expanded, *tail)).reshape((*final, *tail))
 
 
-def unrepeated(operand: Operand, dim: int) -> tuple[Operand, int] | None:
+def unrepeated(operand: Operand) -> tuple[Operand, int] | None:
     """Look through repeated key/value heads.
 
     Args:
-        operand: keys or values whose dim `dim` (negative) holds the heads.
+        operand: keys or values on (batch, heads, length, dim).
 
     Returns:
         (operand with heads / n heads, n) where head i of `operand` is head i // n of the result: the
         order of `repeat_interleave` and of expand + reshape, which is that of `enable_gqa`. None where
         no such repetition is found (`repeat`, whose order differs, is none).
     """
-    position = dim % operand.value.dim()
+    position = operand.value.dim() - 3
     for method, args in reversed(operand.steps):
         if method != "permute":
             return None

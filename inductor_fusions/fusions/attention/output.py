@@ -1,25 +1,25 @@
-"""From a softmax down to the product of the weights with v: casts, dropout, zeros, a sink's column."""
+"""Walks from a softmax down to the products of the weights with values.
+
+What the operations in between do to the weights is in `epilogue`.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
-from ...graph.dims import permutation, selection
-from ...graph.torch_ops import PRODUCTS, Op, dropout_p, read, reads_metadata, tensor, value
+from ...graph.torch_ops import PRODUCTS, Op, read, reads_metadata, tensor, value
 from ...operands import same_shape
 from ...reasons import Reason
-from . import einsum
-from .arrangement import OVER_ANOTHER_DIM, OWN_KEYS, OWN_VALUES, Arrangement, Misplaced, is_view, permuted
+from . import einsum, epilogue
+from .arrangement import OVER_ANOTHER_DIM, OWN_KEYS, OWN_VALUES, Arrangement, Misplaced, permuted
 from .assigned import condition as assigned_to
 from .assigned import tests_nan
 from .masks import Interpreter
@@ -27,7 +27,7 @@ from .normal_form import Attention, Result, Term
 from .operands import Operand, product
 from .read_elsewhere import read_by_other, several
 from .structure import narrowed
-from .written_out import SOFTMAXES, sums_at
+from .written_out import SOFTMAXES
 
 MERGED = Reason.IN_BETWEEN(
     "a view merges the queries with a leading dim, and operations other than masks and biases follow it"
@@ -116,7 +116,7 @@ class _Walk:
         if masked is not None and len(users) == 3 and self.number(masked[1]) == 0.0:
             self.beside |= {*users[:2]}
         elif len(users) == 2 and fill is not None and fill.name in ("masked_fill", "where"):
-            zeroed = _zeroed(fill, self.node, self.number, self.at)
+            zeroed = epilogue.zeroed(fill, self.node, self.number, self.at)
             if zeroed is None or not zeroed.hides:
                 return False
             self.node = fill.node
@@ -139,11 +139,11 @@ class _Walk:
 
     def _normalised(self, users: list[fx.Node]) -> bool:
         """Read a division by the sum over the keys."""
-        site, again = self.site, _normalised(self.node, users, self.at)
+        site, again = self.site, epilogue.normalised(self.node, users, self.at)
         if again is None:
             return False
         division, more, bounded = again
-        _check_sum(site, bounded)
+        epilogue.check_sum(site, bounded)
         if more:
             site.behind.append(("div", 1.0 + more, site.softmax_lead))
         site.renormalised = True
@@ -156,16 +156,16 @@ class _Walk:
         site, node, at = self.site, self.node, self.at
         if op.inplace and op.name not in ("dropout", "masked_fill"):
             raise Reason.OVERWRITTEN.rejected(f"{op.name}_ overwrites the attention weights")
-        scaler = _scaler(op, node, at, self.interpreter)
-        zeroed = _zeroed(op, node, self.number, at) if scaler is None else None
+        scaler = epilogue.scaler(op, node, at, self.interpreter)
+        zeroed = epilogue.zeroed(op, node, self.number, at) if scaler is None else None
         if scaler is None and zeroed is None and (site.sink is None or self.dropped):
-            scaler = _scaler(op, node, at, self.interpreter, by_keys=True)
+            scaler = epilogue.scaler(op, node, at, self.interpreter, by_keys=True)
         if scaler is not None:
             site.behind.append(scaler)
         elif zeroed is not None:
             self._set_to_zero(zeroed, keeps_nan=op.name == "mul")
         elif op.input is not node:
-            raise _between(op, node)
+            raise epilogue.between(op, node)
         elif (rest := self._without_column(op)) is not None:
             self.dropped = True
             site.chain += [*op.node.users] if rest is not op.node else []
@@ -173,7 +173,7 @@ class _Walk:
             self.node = rest
             return
         else:
-            self.at = _passed(site, op, node, self.number, at)
+            self.at = epilogue.passed(site, op, node, self.number, at)
         site.chain.append(op.node)
         self.node = op.node
 
@@ -182,7 +182,7 @@ class _Walk:
         sink, at = self.site.sink, self.at
         if sink is None or self.dropped or at.columns != (len(at.order) - 1,):
             return None
-        return _without_column(op, sink.first)
+        return epilogue.without_column(op, sink.first)
 
     def _set_to_zero(self, zeroed: Term, keeps_nan: bool = False) -> None:
         """Read what sets weights to 0: whole rows, or keys."""
@@ -219,75 +219,6 @@ def _alike(first: Result, second: Result) -> bool:
     return same and first.v.value.dtype == second.v.value.dtype and same_shape(first.lead, second.lead)
 
 
-def _passed(
-    site: Attention, op: Op, node: fx.Node, number: Callable[[Any], float | None], at: Arrangement
-) -> Arrangement:
-    """Read an operation that keeps the weights, such as a view or a dropout; the arrangement behind it."""
-    before, after = tensor(node), tensor(op.node)
-    if op.name == "nan_to_num":
-        if op["nan"] is not None and number(op["nan"]) != 0.0:
-            raise _between(op, node)
-        site.drops_nan = True
-    elif op.name == "dropout":
-        p = dropout_p(op)
-        if p and site.dropout:
-            raise Reason.DROPOUT.rejected("two dropouts follow the softmax")
-        site.dropout = site.dropout or p
-    elif is_view(op):
-        below = None if before is None or after is None else at.viewed(before.shape, after.shape)
-        if below is None:
-            raise Misplaced(Reason.IN_BETWEEN(f"{op.name} reshapes the query or key dim of the weights"))
-        return below
-    elif (dims := permutation(op)) is not None:
-        return at.below(dims)
-    elif op.name == "expand":
-        if before is None or after is None or not same_shape(before.shape, after.shape):
-            raise Reason.SHAPES.rejected("the attention weights are expanded")
-    elif op.name in torch_ops.CASTS:
-        if after is None or not after.is_floating_point():
-            raise Reason.MIXED_DTYPES.rejected("the attention weights are cast to integers")
-    elif op.name not in torch_ops.COPIES:
-        raise _between(op, node)
-    return at
-
-
-def _normalised(node: fx.Node, users: list[fx.Node], at: Arrangement) -> tuple[fx.Node, float, bool] | None:
-    """What divides weights by their sum over the keys; what is added to the sum; whether it is bounded.
-
-    None where nothing divides them.
-    """
-    division, weights = read(users[-1]) if users else None, tensor(node)
-    if division is None or division.inplace or weights is None or division.input is not node:
-        return None
-    if division.name == "normalize":
-        p, dim, least = division["p"], division["dim"], division["eps"]
-        dim = 1 if dim is None else dim
-        plain = p in (1, 1.0) and isinstance(dim, int) and (dim % weights.dim(),) == at.columns
-        small = least is None or (isinstance(least, float) and least <= 0.5)
-        return (users[-1], 0.0, True) if plain and small and len(users) == 1 else None
-    sums = sums_at(division["other"]) if division.name == "div" and len(users) == 2 else None
-    if sums is None or sums.zero is not None or sums.of is not node:
-        return None
-    if not sums.keeps or users[0] is not sums.nodes[-1]:
-        return None
-    alone = all(len(readers(each)) == 1 for each in sums.nodes)
-    small = sums.least <= 0.5 and 0 <= sums.more <= 0.5 and division["rounding_mode"] is None
-    over_keys = isinstance(sums.dim, int) and (sums.dim % weights.dim(),) == at.columns
-    bounded = sums.more > 0 or sums.least > 0
-    return (users[-1], sums.more, bounded) if alone and small and over_keys else None
-
-
-def _check_sum(site: Attention, bounded: bool) -> None:
-    """Refuse weights whose sum is not 1 where a query sees a key, or 0 elsewhere without a bound above 0."""
-    if site.behind or site.dropout or site.sink is not None or site.drops_nan:
-        raise Reason.IN_BETWEEN.rejected("the weights are divided by their sum, which is not 1")
-    if site.zeroed is not None and not bounded:
-        raise Reason.EMPTY_ROWS.rejected(
-            "a fully masked row of weights is divided by its sum of 0",
-            "weights.sum(-1, keepdim=True).clamp(min=1e-9)",
-        )
-
-
 #: Operations on weights whose results are no weights.
 _RESULTS = PRODUCTS | {"sum"}
 _DIFFERENCE = Reason.IN_BETWEEN(
@@ -318,17 +249,6 @@ def _is_of_softmax(node: Any, steps: int = 6) -> bool:
     return op.name in SOFTMAXES or any(_is_of_softmax(side, steps - 1) for side in sides)
 
 
-def _between(op: Op, weights: fx.Node) -> Rejected:
-    """Why weights cannot be read further down than an operation."""
-    before, after = tensor(weights), tensor(op.node)
-    wider = not (before is None or after is None or same_shape(before.shape, after.shape))
-    if op.name == "mul" and (wider or [by.name for by in map(read, readers(op.node)) if by] == ["sum"]):
-        return Reason.NO_PRODUCT.rejected("the weights are multiplied elementwise, not by a matrix product")
-    if op.name in torch_ops.ADDING:
-        return Reason.IN_BETWEEN.rejected(f"{op.name} also adds a tensor to the product with v", "torch.bmm")
-    return Reason.IN_BETWEEN.rejected(f"{op.name} is between the softmax and the product with v")
-
-
 def _matrices(op: Op, node: fx.Node, at: Arrangement) -> Result:
     """A product of matrices, of which either may be the weights."""
     weights, result = tensor(node), tensor(op.node)
@@ -350,70 +270,3 @@ def _matrices(op: Op, node: fx.Node, at: Arrangement) -> Result:
     lengths = weights.shape[single.rows[0]], operand.shape[-1 if is_left else -2]
     dims = (*(single.lead.index(d) for d in range(rank - 2)), *last)
     return Result(op.node, v, lead, (*lead, *lengths), dims)
-
-
-def _scaler(
-    op: Op, weights: fx.Node, at: Arrangement, interpreter: Interpreter, by_keys: bool = False
-) -> tuple[str, Any, tuple[Any, ...]] | None:
-    """What weights are multiplied or divided by, where it is the same for all keys: the result is as well.
-
-    Args:
-        by_keys: where it is the same for all queries instead: the values are.
-    """
-    if op.inplace or op.name not in ("mul", "div") or op["rounding_mode"] is not None:
-        return None
-    by = op["other"] if op.input is weights else op.input
-    shape, after = tuple(value(weights).shape), tensor(op.node)
-    if by is weights or (op.name == "div" and op.input is not weights):
-        return None
-    if after is None or not after.is_floating_point() or not same_shape(shape, after.shape):
-        return None
-    if isinstance(by, (int, float)):
-        return (op.name, by, at.sizes(shape)) if by and math.isfinite(by) else None
-    seen = narrowed(Term(at.seen(by, shape), at.sizes(shape)), interpreter).node
-    varies = tensor(seen)
-    if varies is None or not known_true([1, 1, *varies.shape][-2 if by_keys else -1] == 1):
-        return None
-    return op.name, seen, at.sizes(shape)
-
-
-def _zeroed(op: Op, weights: fx.Node, number: Callable[[Any], float | None], at: Arrangement) -> Term | None:
-    """`masked_fill(weights, condition, 0)`, `weights * seen.float()` and the like as a fill; or None."""
-    if op.name == "masked_fill":
-        condition, kept, fill, hides = op["mask"], op.input, op["value"], True
-    elif op.name == "where":
-        condition, kept, fill, hides = op["condition"], op.input, op["other"], False
-        if fill is weights:
-            kept, fill, hides = fill, kept, True
-    elif op.name == "mul":
-        kept, condition = weights, op["other"] if op.input is weights else op.input
-        factor = read(condition)
-        if factor is not None and factor.name in torch_ops.CASTS:
-            condition = factor.input
-        fill, hides = 0.0, False  # what is no boolean is refused
-    else:
-        return None
-    mask, before, after = tensor(condition), tensor(weights), tensor(op.node)
-    if kept is not weights or mask is None or mask.dtype != torch.bool or fill is None or number(fill) != 0.0:
-        return None
-    if before is None or after is None or not same_shape(before.shape, after.shape):
-        return None
-    return Term(at.seen(condition, before.shape), at.sizes(before.shape), fill=0.0, hides=hides)
-
-
-def _without_column(op: Op, first: bool) -> fx.Node | None:
-    """What holds the weights without their last column, or their first one, where an operation drops it."""
-    node, parts = op.node, value(op.node)
-    if isinstance(parts, (tuple, list)):
-        if len(parts) != 2 or len(readers(node)) != 1:
-            return None
-        (node,) = readers(node)
-    taken = selection(node)
-    before = None if taken is None else tensor(taken.source)
-    if taken is None or before is None or taken.dims != [before.dim() - 1]:
-        return None
-    part, columns = taken.index[-1], before.shape[-1]
-    start, stop = (1, columns) if first else (0, columns - 1)
-    if not isinstance(part, slice) or part.step is not None:
-        return None
-    return node if known_true(part.start == start) and known_true(part.stop == stop) else None

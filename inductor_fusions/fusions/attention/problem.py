@@ -44,7 +44,6 @@ class Problem:
             one is applied to `first_scale * q @ k^T`, and `scale` is what multiplies the last one.
         sink: a logit of each row, on (batch, heads, q or 1, 1), and what it is multiplied by.
         structure: the mask as a predicate, where all of it is one.
-        output: the node whose users read the result.
         zeros: the boolean mask whose fully masked rows are zero, and whether it hides where it is true: that
             of a user's SDPA call, or where the weights are set to 0 after the softmax.
         overwritten: whether anything writes to the memory of a node, so that its value cannot be read anew.
@@ -80,7 +79,6 @@ class Problem:
     stages: list[tuple[Stage, list[tuple[float, Operand]], Operand | None]] = field(default_factory=list)
     sink: tuple[Operand, float] | None = None
     structure: Structure | None = None
-    output: fx.Node | None = None
     zeros: tuple[Operand, bool] | None = None
     overwritten: Callable[[fx.Node], bool] = lambda node: True
     version: Callable[[fx.Node, fx.Node], object] = lambda node, before: object()

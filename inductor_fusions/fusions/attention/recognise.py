@@ -85,7 +85,9 @@ def reaches_product(
                 seen.update(frontier)
             if op is None or user in seen:
                 continue
-            if op.name in PRODUCTS | ADDING | {"embedding_bag"} or _mixes_channels(op, start):
+            if op.name in PRODUCTS | ADDING | torch_ops.NUMPY_PRODUCTS | {"embedding_bag"} or _mixes_channels(
+                op, start
+            ):
                 return True
             if op.name == "sum" and (_is_wider(node, start) or _is_weighted(op, start)):
                 return True

@@ -95,10 +95,10 @@ class HandWritten(Candidate):
             check_sizes(problem)
             if not same_problem_shapes(problem):
                 raise Reason.SHAPES.rejected("the shapes of q, k and v do not match")
-            if dict(state.autocast).get(problem.q.value.device.type) is None:
-                self._check_dtypes(site)
             problem.transformed = state.within(*REVERSE)
             problem.autocast = dict(state.autocast).get(problem.q.value.device.type) is not None
+            if not problem.autocast:
+                self._check_dtypes(site)
             check_empty_rows(problem, site.by_logsumexp)
             self.choice = kernels.choose(problem)
         check_sizes(problem)  # what held above becomes guards
@@ -214,7 +214,6 @@ class SdpaCall(Candidate):
             train=any(records_gradients(torch_ops.tensor(op[n])) for n in ("query", "key", "value"))
             or records_gradients(out),
             structure=None if term is None else self._structure(term, shape),
-            output=self.anchor,
             version=self.scope.mutations.last,
             transformed=self.scope.modes.at(self.anchor).within(*REVERSE),
         )  # fmt: skip

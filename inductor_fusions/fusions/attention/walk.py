@@ -223,7 +223,7 @@ class Walk:
             alike = same_shape(lead, term.lead) or len(sizes) == 2
             if scale is None or operand is None or not alike or not known_true(sizes[-1] * sizes[-2] == 1):
                 raise Reason.SCALE.rejected("the scores are scaled by a tensor after a bias")
-            if self.interpreter.mutations.touch(torch_ops.source(by)):
+            if self.interpreter.mutations.touch(by):
                 raise Reason.OVERWRITTEN.rejected("the scale of the scores is overwritten")
             if result_of(op).requires_grad and may_hide_rows(term.node):
                 raise Reason.SCALE.rejected("the scores are scaled by a tensor after a mask")

@@ -175,12 +175,11 @@ def _divided(op: Op) -> Softmax:
             raise Rejected(_OVERFLOWS, _HINT)
         inside += [shifted.node, *highest, *sums.zero.nodes]
         scores, reader, maximum, sink = shifted.input, shifted.node, None, math.log(sums.zero.count)
-    for node in inside:
-        other = {*readers(node)} - {*inside, *exps, op.node}
-        if other:
-            raise Reason.WEIGHTS.rejected(
-                f"the exponentials, their sum or their maximum are also used by {min(other).name}"
-            )
+    other = {reader for node in inside for reader in readers(node)} - {*inside, *exps, op.node}
+    if other:
+        raise Reason.WEIGHTS.rejected(
+            f"the exponentials, their sum or their maximum are also used by {min(other).name}"
+        )
     held = op.node if product is None else exp.node
     return Softmax(
         held, scores, reader, sums.dim, tuple(inside), maximum, EXPONENTIALS[exp.name],

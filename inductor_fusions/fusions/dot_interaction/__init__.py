@@ -2,8 +2,7 @@
 
 The interaction of a DLRM: of the products of a sample's feature vectors with each other some pairs are read,
 behind the dense features. It becomes `inductor_fusions::dot_interaction`, whose kernel reads the features
-once and writes the pairs of a triangle; so does its backward. `inductor_fusions::dot_pairs` does it for pairs
-that a tensor names.
+once and writes the pairs, of a triangle or as a tensor names them; so does its backward.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ...layouts.keeping import Keeping
 from ...operands import check_device, check_kind, profitable, tensor, text, value
 from ...reasons import Reason
 from . import recognise, unsupported
-from .op import DOT_INTERACTION, DOT_PAIRS, DTYPES, fits, takes
+from .op import DOT_INTERACTION, DTYPES, fits, takes
 from .recognise import InteractionSite
 from .triangles import triangle
 
@@ -94,10 +93,8 @@ class DotInteraction(Candidate):
         if site.gathers and out.requires_grad:  # eager keeps what is gathered instead
             t = Keeping(self.scope.graph).kept(t, site.last)
         out = out.squeeze(-1) if site.kept else out
-        if self.triangle is None:
-            new = build.given(out, DOT_PAIRS, t, site.dense, self._cells(), list(self.tiles))
-        else:
-            new = build.given(out, DOT_INTERACTION, t, site.dense, *self.triangle, list(self.tiles))
+        pairs = (self._cells(), False, False) if self.triangle is None else (None, *self.triangle)
+        new = build.given(out, DOT_INTERACTION, t, site.dense, *pairs, list(self.tiles))
         new = build.given(tensor(site.last), torch.unsqueeze, new, -1) if site.kept else new
         for how, number in site.scales:
             new = build.given(out, operator.mul if how == "mul" else operator.truediv, new, number)

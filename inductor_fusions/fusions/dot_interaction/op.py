@@ -1,10 +1,10 @@
-"""The operations `inductor_fusions::dot_interaction` and `dot_pairs`, their gradients and FLOPs.
+"""The operation `inductor_fusions::dot_interaction`, its gradient and FLOPs.
 
     y[b] = dense[b], and behind it the sum over d of t[b, i, d] * t[b, j, d] for each pair i, j
 
-The pairs of `dot_interaction` are a triangle. Those of `dot_pairs` are given by a tensor of cells i * F + j
-of the matrix of all products. Its values need not be known, and a pair may occur more than once. The
-operation does not check that each cell is one of the matrix: the indexing that makes the tensor does.
+The pairs are a triangle, or given by a tensor of cells i * F + j of the matrix of all products. Its values
+need not be known, and a pair may occur more than once. The operation does not check that each cell is one of
+the matrix: the indexing that makes the tensor does.
 
 On CUDA devices one kernel reads t once and writes y, without the matrix of all products; so does the
 backward. Inductor launches both as it does its own. Elsewhere they are what torch makes of them.
@@ -81,7 +81,11 @@ def _check(t: Tensor, dense: Tensor | None, pairs: Pairs) -> None:
             raise ValueError("dense must be a matrix with the dtype of the features")
         torch._check(dense.shape[0] == t.shape[0], lambda: "t and dense have different numbers of samples")
     if isinstance(pairs, Tensor) and (pairs.dim() != 1 or pairs.dtype != torch.int64):
-        raise ValueError("cells of dot_pairs must be an int64 vector")
+        raise ValueError("cells of dot_interaction must be an int64 vector")
+
+
+def _pairs(cells: Tensor | None, upper: bool, diagonal: bool) -> Pairs:
+    return Triangle(upper, diagonal) if cells is None else cells
 
 
 def _of_pairs(pairs: Pairs, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +96,22 @@ def _of_pairs(pairs: Pairs, t: Tensor) -> tuple[Tensor, Tensor]:
     return pairs // t.shape[1], pairs % t.shape[1]
 
 
-def _forward(t: Tensor, dense: Tensor | None, pairs: Pairs, tiles: list[int]) -> Tensor:
+def _dot_interaction(
+    t: Tensor, dense: Tensor | None, cells: Tensor | None, upper: bool, diagonal: bool, tiles: list[int]
+) -> Tensor:
+    """The pairs of a batch of features.
+
+    Args:
+        t: (samples, features, width).
+        dense: (samples, columns), of the dtype of t; or None.
+        cells: int64 vector; None: the pairs are a triangle.
+        upper, diagonal: which triangle.
+        tiles: samples of a thread block and warps, forward and backward; empty: those of the package.
+
+    Returns:
+        (samples, columns + number of pairs).
+    """
+    pairs = _pairs(cells, upper, diagonal)
     _check(t, dense, pairs)
     if _is_computed_by_kernel(t, pairs):
         from . import kernels
@@ -103,7 +122,11 @@ def _forward(t: Tensor, dense: Tensor | None, pairs: Pairs, tiles: list[int]) ->
     return found if dense is None else torch.cat([dense, found], 1)
 
 
-def _differentiate(dy: Tensor, t: Tensor, x: int, pairs: Pairs, tiles: list[int]) -> Tensor:
+def _gradient(
+    dy: Tensor, t: Tensor, x: int, cells: Tensor | None, upper: bool, diagonal: bool, tiles: list[int]
+) -> Tensor:
+    """The gradient of t; dense has x columns."""
+    pairs = _pairs(cells, upper, diagonal)
     if _is_computed_by_kernel(t, pairs):
         from . import kernels
 
@@ -113,59 +136,31 @@ def _differentiate(dy: Tensor, t: Tensor, x: int, pairs: Pairs, tiles: list[int]
     g = t.new_zeros((samples, features, features))
     every = torch.arange(samples, device=t.device)[:, None]
     # Cells may name a pair more than once.
-    g = g.index_put((every, first, second), dy[:, x:], accumulate=isinstance(pairs, Tensor))
+    g = g.index_put((every, first, second), dy[:, x:], accumulate=cells is not None)
     return torch.bmm(g + g.transpose(1, 2), t)
 
 
-def _dot_interaction(
-    t: Tensor, dense: Tensor | None, upper: bool, diagonal: bool, tiles: list[int]
+def _empty(
+    t: Tensor, dense: Tensor | None, cells: Tensor | None, upper: bool, diagonal: bool, tiles: list[int]
 ) -> Tensor:
-    """`tiles`: samples of a thread block and warps, forward and backward; empty: those of the package."""
-    return _forward(t, dense, Triangle(upper, diagonal), tiles)
-
-
-def _dot_pairs(t: Tensor, dense: Tensor | None, cells: Tensor, tiles: list[int]) -> Tensor:
-    """`tiles` as in `dot_interaction`."""
-    return _forward(t, dense, cells, tiles)
-
-
-def _interaction_gradient(
-    dy: Tensor, t: Tensor, x: int, upper: bool, diagonal: bool, tiles: list[int]
-) -> Tensor:
-    """The gradient of t; dense has x columns."""
-    return _differentiate(dy, t, x, Triangle(upper, diagonal), tiles)
-
-
-def _pairs_gradient(dy: Tensor, t: Tensor, x: int, cells: Tensor, tiles: list[int]) -> Tensor:
-    """The gradient of t; dense has x columns."""
-    return _differentiate(dy, t, x, cells, tiles)
-
-
-def _empty(t: Tensor, dense: Tensor | None, pairs: Pairs) -> Tensor:
+    pairs = _pairs(cells, upper, diagonal)
     _check(t, dense, pairs)
     count = pairs.count(t.shape[1]) if isinstance(pairs, Triangle) else pairs.shape[0]
     return t.new_empty((t.shape[0], (0 if dense is None else dense.shape[1]) + count))
 
 
-def _empty_gradient(dy: Tensor, t: Tensor, *_: Any) -> Tensor:
-    return t.new_empty(t.shape)
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    t, dense, *options = inputs
+    t, dense, cells, *ctx.options = inputs
     ctx.x = 0 if dense is None else dense.shape[1]
-    ctx.options = [each for each in options if not isinstance(each, Tensor)]
-    tensors = [t, *(each for each in options if isinstance(each, Tensor))]
-    ctx.save_for_backward(*(tensors if ctx.needs_input_grad[0] else [None] * len(tensors)))
+    ctx.save_for_backward(*((t, cells) if ctx.needs_input_grad[0] else (None, None)))
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    t, *cells = ctx.saved_tensors
-    operation, options = PAIRS_GRADIENT if cells else GRADIENT, [*cells, *ctx.options]
-    dt = operation(dy, t, ctx.x, *options) if ctx.needs_input_grad[0] else None
+    t, cells = ctx.saved_tensors
+    dt = GRADIENT(dy, t, ctx.x, cells, *ctx.options) if ctx.needs_input_grad[0] else None
     # Not a view: an operation's gradients may not share memory with what comes in.
     ddense = dy[:, : ctx.x].clone() if ctx.needs_input_grad[1] else None
-    return dt, ddense, *[None] * len(options)
+    return dt, ddense, None, *[None] * len(ctx.options)
 
 
 def _flops(t_shape: Any) -> int:
@@ -180,19 +175,10 @@ def _always(*_: Any) -> bool:
 
 
 GRADIENT = define(
-    "dot_interaction_gradient", _interaction_gradient, _empty_gradient, flops=lambda dy, t, *_: _flops(t),
-    launches=_always,
+    "dot_interaction_gradient", _gradient, lambda dy, t, *_: t.new_empty(t.shape),
+    flops=lambda dy, t, *_: _flops(t), launches=_always,
 )  # fmt: skip
 DOT_INTERACTION = define(
-    "dot_interaction", _dot_interaction,
-    lambda t, dense, upper, diagonal, tiles: _empty(t, dense, Triangle(upper, diagonal)),
-    flops=lambda t, *_: _flops(t), setup=_setup, backward=_backward, launches=_always,
-)  # fmt: skip
-PAIRS_GRADIENT = define(
-    "dot_pairs_gradient", _pairs_gradient, _empty_gradient, flops=lambda dy, t, *_: _flops(t),
-    launches=_always,
-)  # fmt: skip
-DOT_PAIRS = define(
-    "dot_pairs", _dot_pairs, lambda t, dense, cells, tiles: _empty(t, dense, cells),
-    flops=lambda t, *_: _flops(t), setup=_setup, backward=_backward, launches=_always,
+    "dot_interaction", _dot_interaction, _empty, flops=lambda t, *_: _flops(t), setup=_setup,
+    backward=_backward, launches=_always,
 )  # fmt: skip

@@ -93,39 +93,13 @@ def _empty(*given: Any) -> Tensor:
     return found
 
 
-# -- gradient -------------------------------------------------------------------------------------
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    base, a, b, ctx.scales, kept, ctx.kept_products, _ = inputs
-    ctx.products, ctx.base = len(a), base.dtype
-    ctx.save_for_backward(*a, *b, *kept)
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    count = ctx.products
-    saved = ctx.saved_tensors
-    a, b, kept = saved[:count], saved[count : 2 * count], saved[2 * count :]
-    masks = dict(zip(ctx.kept_products, kept, strict=True))
-    da: list[Tensor] = []
-    db: list[Tensor] = []
-    for i, (left, right, scale) in enumerate(zip(a, b, ctx.scales, strict=True)):
-        wide = _wide(dy, left)
-        through = dy.to(wide) * scale
-        if i in masks:
-            through = through * masks[i]
-        da.append((through @ right.to(wide).t()).to(left.dtype))
-        db.append((left.to(wide).t() @ through).to(right.dtype))
-    return dy.to(ctx.base), da, db, None, [None] * len(kept), None, None
-
-
 def _flops(base: Any, a: Any, *_: Any) -> int:
     """Two for each multiplication and addition of the products."""
     return sum(2 * base[0] * base[1] * left[1] for left in a)
 
 
 LORA_ACCUMULATE = define(
-    "lora_accumulate", accumulate, _empty, flops=_flops, setup=_setup, backward=_backward,
+    "lora_accumulate", accumulate, _empty, flops=_flops,
     schema="(Tensor base, Tensor[] a, Tensor[] b, float[] scales, Tensor[] kept, SymInt[] kept_products, "
     "ScalarType dtype) -> Tensor",
 )  # fmt: skip

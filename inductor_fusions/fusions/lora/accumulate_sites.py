@@ -23,6 +23,7 @@ from .accumulate import LORA_ACCUMULATE
 from .adapters import Adapter, source
 from .checks import check_adapter, check_shapes
 from .emitter import Emitter
+from .groups import text_of
 from .recognise import Linear
 from .sums import sum_at
 
@@ -52,9 +53,7 @@ class AdapterSum(Candidate):
     def describe(self) -> dict[str, str]:
         return {
             "base": ", ".join(guards.text(term.node) for term in self.sum.terms),
-            "adapters": ", ".join(
-                f"{guards.text(a.down.b)} x {guards.text(a.up.b)}" for a in self.sum.adapters
-            ),
+            "adapters": text_of(self.sum.adapters),
             "masks": str(sum(a.kept is not None for a in self.sum.adapters)),
         }
 
@@ -144,8 +143,7 @@ class AdapterSum(Candidate):
             value(root).dtype,
         )
         substitute(root, emit.reshaped(make, new, self.sizes))
-        for node, one in made.items():
-            downs.replace_one(node, one.output)
+        downs.replace_all(made)
         for place in places:
             self.graph.erase_node(place.before)
         return self.kernel
@@ -156,15 +154,9 @@ class AdapterSum(Candidate):
 
     def _operands(self, make: Emitter, a: Adapter, made: downs.Made) -> tuple[fx.Node, fx.Node]:
         """Both operands of a product of the kernel, in one dtype."""
-        left, form, right = made.output, made.form, a.up.b
-        if a.middle is not None:
-            left, form = a.middle, None
-        if a.factor is not None:
-            left, form = make.times(left, a.factor), None
-        if not self.halves:
-            return left, right
-        left = form if form is not None else make.left_halves(left, torch.bfloat16)
-        return make.aligned(left, make.right_halves(right, torch.bfloat16))
+        dtype = torch.bfloat16 if self.halves else value(a.up.b).dtype
+        left, right, _ = downs.operands(make, a, made, dtype)
+        return make.aligned(left, right) if self.halves else (left, right)
 
     def _base(self, make: Emitter) -> fx.Node:
         """The sum without the adapters, as a matrix."""

@@ -82,7 +82,7 @@ class Shape:
         return tables.columns_of(self, "rows", "along")
 
 
-def default(shape: Shape, arch: int) -> Config:
+def default(shape: Shape) -> Config:
     """A configuration that fits every device; it is not tuned."""
     splits = _splits(shape, 16)
     if shape.rows <= 4 and shape.along:
@@ -127,7 +127,7 @@ LANES = (
 
 def candidates(shape: Shape, arch: int) -> list[Config]:
     """Configurations worth measuring."""
-    first = default(shape, arch)
+    first = default(shape)
     splits, tall = first.splits, padded(shape.rows)
     found = [first]
     if shape.rows <= MOST_SINGLE_ROWS and shape.along:
@@ -185,7 +185,7 @@ def choose(shape: Shape, device: torch.device) -> Config:
         return found if suits and room and not wide else None
 
     query = Query("lora_decode", {**shape.key, "tokens": shape.rows})
-    usual = tiles(query, device, fits) or default(shape, arch)
+    usual = tiles(query, device, fits) or default(shape)
     return configured("lora_decode", query.row, usual, lambda: candidates(shape, arch))
 
 

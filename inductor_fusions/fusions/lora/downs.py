@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..._inductor import was_erased
@@ -15,7 +16,7 @@ from ...graph.builder import substitute
 from ...graph.placement import Place, find
 from ...graph.products import Product
 from ...operands import value
-from .adapters import Source, source
+from .adapters import Adapter, Source, source
 from .emitter import Emitter
 from .groups import by_width
 from .masks import drawing, mask_of, masks_of
@@ -113,7 +114,33 @@ def insert(
     }
 
 
-def replace_one(old: fx.Node, new: fx.Node) -> None:
-    """Replace a down-projection that other nodes read as well by the result of a skinny GEMM."""
-    if not was_erased(old):
-        substitute(old, new)
+def operands(make: Emitter, a: Adapter, made: Made, dtype: torch.dtype) -> tuple[fx.Node, fx.Node, float]:
+    """Both operands of an up-projection in the dtype of a kernel, and the factor that is left.
+
+    Args:
+        made: the down-projection of the adapter.
+        dtype: float32 operands become halves of another one.
+    """
+    left, form, right, scale = made.output, made.form, a.up.b, a.scale
+    if a.middle is not None:
+        left, form = a.middle, None
+    if a.factor is not None and a.over:
+        left, right = make.weighted(left, right, a.factor, a.over)
+        form = None
+    elif a.factor is not None:
+        left, form = make.times(left, a.factor), None
+    right = make.padded(right, a.pad)
+    if form is not None:
+        left, scale = form, a.scale / made.further
+    elif value(right).dtype != dtype:
+        left = make.left_halves(left, dtype)
+    if value(right).dtype != dtype:
+        right = make.right_halves(right, dtype)
+    return left, right, scale
+
+
+def replace_all(made: Mapping[fx.Node, Made]) -> None:
+    """Replace down-projections that other nodes read as well by the results of skinny GEMMs."""
+    for old, new in made.items():
+        if not was_erased(old):
+            substitute(old, new.output)

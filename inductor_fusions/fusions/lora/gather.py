@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...effects.writes import written
 from ...fusion import Candidate
 from ...graph.builder import Builder, substitute
 from ...graph.facts import change, move
@@ -68,11 +69,6 @@ class _Wanted:
             return value(read).dtype
         assert isinstance(read, torch.dtype)
         return read
-
-    @property
-    def bytes(self) -> int:
-        """The approximate number of bytes of the parts."""
-        return _bytes(self.matrix)
 
 
 def is_input(matrix: fx.Node) -> bool:
@@ -135,6 +131,7 @@ class Gathered(Candidate):
 
 
 def _bytes(matrix: fx.Node) -> int:
+    """The approximate number of bytes of the parts of a matrix."""
     return 3 * 2 * int(value(matrix).numel())
 
 
@@ -148,23 +145,7 @@ def _chain(matrix: fx.Node) -> Iterator[fx.Node]:
 
 def _is_written(node: fx.Node) -> bool:
     """Whether something in the graph writes to a tensor, or to a view of it."""
-    for user in node.users:
-        schema = getattr(user.target, "_schema", None)
-        for argument, given in _arguments(user, schema) if schema is not None else ():
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and (given is node or (isinstance(given, (list, tuple)) and node in given)):
-                return True
-        if user.target in VIEWS and _is_written(user):
-            return True
-    return False
-
-
-def _arguments(call: fx.Node, schema: Any) -> Iterator[tuple[Any, Any]]:
-    """The arguments of a call, as its schema has them and as they are given."""
-    yield from zip(schema.arguments, call.args, strict=False)
-    for argument in schema.arguments:
-        if argument.name in call.kwargs:
-            yield argument, call.kwargs[argument.name]
+    return any(node in written(user) or (user.target in VIEWS and _is_written(user)) for user in node.users)
 
 
 def _wanted(graph: fx.Graph) -> Iterator[_Wanted]:
@@ -205,7 +186,7 @@ def _chunks(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
         for first in range(0, len(layer), length):
             chunk: list[_Wanted] = []
             for w in layer[first : first + length]:
-                if chunk and sum(other.bytes for other in (*chunk, w)) > MOST_BYTES:
+                if chunk and sum(_bytes(other.matrix) for other in (*chunk, w)) > MOST_BYTES:
                     yield chunk
                     chunk = []
                 chunk.append(w)

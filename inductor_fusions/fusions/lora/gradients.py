@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ...block_mm import guards
+from ...decisions.tables import dtype_name
 from ...fusion import Candidate, Rejected
 from ...graph.builder import substitute
 from ...graph.facts import facts
@@ -157,6 +158,22 @@ def _key(n: NarrowProduct) -> tuple[Any, ...]:
     return (base.base, n.transposed, n.call is None, n.kept is None, views)
 
 
+def _check_operands(n: NarrowProduct) -> None:
+    """Refuse matrices that the kernel does not read."""
+    x, b = value(source(n.x).base), value(n.b)
+    for found, what in ((x, "a matrix"), (b, "a low-rank matrix")):
+        if found.dtype not in guards.DTYPES:
+            name = dtype_name(found.dtype)
+            raise Reason.DTYPE.rejected(f"{what} has dtype {name}, which no kernel supports")
+    if b.dtype not in (x.dtype, torch.float32):
+        raise Reason.MIXED_DTYPES.rejected("the matrices have two different 16-bit dtypes")
+    if 1 not in x.stride():
+        raise Reason.LAYOUT.rejected("a matrix has no dim of stride 1")
+    rank = b.shape[0 if n.transposed and n.call is None else 1]
+    if not isinstance(rank, int) or rank > narrow.MOST_COLUMNS:
+        raise Reason.LIMIT.rejected(f"a rank is above {narrow.MOST_COLUMNS}")
+
+
 class Gradients(Candidate):
     """Skinny GEMMs that are in no sum: gradients of adapters that read one large matrix."""
 
@@ -177,16 +194,7 @@ class Gradients(Candidate):
         guards.check_device(self.anchor)
         self.left_over = self.members[1:]
         for n in self.members:
-            origin = source(n.x)
-            if value(n.b).dtype not in guards.DTYPES:
-                raise Reason.DTYPE.rejected(
-                    f"a low-rank matrix has dtype {value(n.b).dtype}, which no kernel supports"
-                )
-            misfit = narrow.usable(value(origin.base), [value(n.b)]) if not n.transposed else ""
-            if misfit:
-                raise Rejected(misfit)
-            if value(n.b).dtype not in (value(origin.base).dtype, torch.float32):
-                raise Reason.MIXED_DTYPES.rejected("the matrices have two different 16-bit dtypes")
+            _check_operands(n)
         reason = None
         everything = self.members
         # What is a skinny GEMM already gains nothing by itself.

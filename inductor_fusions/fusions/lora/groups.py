@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from ...block_mm import guards
 from ...graph.products import RESHAPES, Product, identity, product, through
 from ...operands import tokens_of, value
 from . import decode, narrow, profit
 from .adapters import Adapter, source, unrounded
-from .masks import mask_of, narrow_product
+from .masks import mask_of
 from .recognise import Linear
 
 aten = torch.ops.aten
@@ -55,34 +55,9 @@ def _sliced(node: fx.Node) -> Iterator[fx.Node]:
     yield node
 
 
-def current(linear: Linear, replaced: dict[fx.Node, fx.Node]) -> Linear:
-    """A linear with the nodes that came in the place of those that it read."""
-
-    def now(node: fx.Node) -> fx.Node:
-        while node in replaced:
-            node = replaced[node]
-        return node
-
-    def renewed(p: Product) -> Product:
-        return replace(p, a=now(p.a), b=now(p.b), bias=p.bias and now(p.bias))
-
-    def down(p: Product) -> Product:
-        # Another linear that reads it may have replaced it.
-        return (narrow_product(now(p.node)) if p.node in replaced else None) or renewed(p)
-
-    adapters = [
-        replace(
-            a,
-            up=renewed(a.up),
-            down=down(a.down),
-            factor=a.factor and now(a.factor),
-            middle=a.middle and now(a.middle),
-        )
-        for a in linear.adapters
-    ]
-    offsets = [replace(o, node=now(o.node), factor=o.factor and now(o.factor)) for o in linear.offsets]
-    bases, rest = [renewed(p) for p in linear.bases], linear.rest and now(linear.rest)
-    return replace(linear, bases=bases, adapters=adapters, offsets=offsets, rest=rest)
+def text_of(adapters: Iterable[Adapter]) -> str:
+    """The matrices of adapters, for reports."""
+    return ", ".join(f"{guards.text(a.down.b)} x {guards.text(a.up.b)}" for a in adapters)
 
 
 def result_dtypes(group: Sequence[Linear]) -> tuple[torch.dtype, str]:

@@ -51,7 +51,7 @@ from ...operands import (
 from ...reasons import Reason
 from . import narrow, profit
 from .adapters import is_low_rank
-from .op import LORA_DOWN, LORA_DROPPED_DOWN, ROUNDED
+from .op import LORA_DOWN, ROUNDED
 
 
 @dataclass(frozen=True)
@@ -231,11 +231,11 @@ class AdapterInput(Candidate):
         x = value(self.site.x)
         site = self.site = replace(self.site, x=self._kept())
         old = site.linear
-        if site.drop is None:
-            new = Builder(old).given(tensor(old), LORA_DOWN, site.x, site.a)
-        else:
-            arguments = site.x, self._mask(site.drop), self._as_read(site.a), 1 / (1 - site.chance)
-            new = Builder(old).given(tensor(old), LORA_DROPPED_DOWN, *arguments)
+        arguments: tuple[Any, ...] = (site.a,)
+        if site.drop is not None:
+            kept = self._mask(site.drop)
+            arguments = self._as_read(site.a), kept, 1 / (1 - site.chance)
+        new = Builder(old).given(tensor(old), LORA_DOWN, site.x, *arguments)
         liveness.replace(old, new, site.between)
         for up in _ups(new) if drops_narrow_casts() and self.cast is None else ():
             self._mark(_rounded_sum(up, x.dtype))

@@ -17,7 +17,7 @@ from ...operands import known_size
 from . import narrow
 from .elements import by_elements, elements_of
 from .narrow_kernel import ahead, variant
-from .op import HIGH_BITS, Narrow
+from .op import Narrow
 
 aten = torch.ops.aten
 
@@ -142,26 +142,6 @@ def _added_up(
     # What reads a single one is fused with the sum.
     call = _inductor.call_lowering
     total = call(aten.sum.dim_IntList, call(aten.view.default, outputs[0], [splits, *shapes[0]]), [0])
-    forms = [_form(total, further[0], wide, dtype)] if further[0] else []
-    return [_inductor.cast(total, wide), *forms]
-
-
-def _form(y: Any, factor: float, wide: torch.dtype, dtype: torch.dtype) -> Any:
-    """The further form of a product of dtype `wide`, for an input of dtype `dtype`."""
-    if factor != 1:
-        y = _inductor.call_lowering(aten.mul.Tensor, y, factor)
-    return _inductor.cast(y, dtype) if wide == dtype else parts(y, dtype)
-
-
-def parts(y: Any, dtype: torch.dtype) -> Any:
-    """`op.parts` while a graph is lowered: a float32 value as bfloat16 parts.
-
-    The high part is cut off by its bits: a cast to bfloat16 and back is dropped by Inductor where both
-    are in one loop.
-    """
-    call = _inductor.call_lowering
-    y.realize()
-    bits = call(aten.bitwise_and.Tensor, call(aten.view.dtype, y, torch.int32), HIGH_BITS)
-    high = call(aten.view.dtype, bits, torch.float32)
-    low = call(aten.sub.Tensor, y, high)
-    return _inductor.cast(_inductor.beside([high, high, low]), dtype)
+    (factor,) = further
+    form = call(aten.mul.Tensor, total, factor) if factor not in (0, 1) else total
+    return [_inductor.cast(total, wide), *([_inductor.cast(form, dtype)] if factor else [])]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ...decisions import Query, tables, tiles
-from ...decisions.problems import Row
+from ...decisions.problems import SECTIONS, Row
 from ...decisions.problems import padded as padded
-from ...reasons import Reason
 
 #: Thread blocks that fill a device, about: the number of its multiprocessors, rounded to a power of two.
 FILLS = 128
@@ -128,11 +126,12 @@ def measured(shape: Shape, device: torch.device) -> Config | None:
 
     def fits(row: Row) -> Config | None:
         found = Config(**row["config"])
-        if all(row.get(name, 0) == wanted[name] for name in ("width", "ranks", "masks")):
+        if SECTIONS["narrow_mm"].is_same(row, wanted):
             return found
-        # Parts of K are worth adding up from four steps each.
-        most = max(1, (shape.inner or 0) // (4 * found.block_k))
-        return found if fitted(found, shape) == found and found.splits <= most else None
+        # The parts of K depend on how many tiles of rows there are.
+        splits = splits_for(shape.rows or 0, found.block_m, shape.inner, found.block_k)
+        found = replace(found, splits=splits)
+        return found if fitted(found, shape) == found else None
 
     return tiles(Query("narrow_mm", wanted), device, fits)
 
@@ -191,22 +190,3 @@ def candidates(shape: Shape) -> list[Config]:
                     if fitted(wanted, shape) == wanted and (more == 1 or shape.inner is not None):
                         found.append(wanted)
     return list(dict.fromkeys(found))
-
-
-def usable(x: torch.Tensor, narrow: Sequence[torch.Tensor]) -> str:
-    """Why the kernel does not take these operands, or ""."""
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return Reason.DTYPE(
-            f"a matrix has dtype {str(x.dtype).removeprefix('torch.')}, which no kernel supports"
-        )
-    if 1 not in x.stride():
-        return Reason.LAYOUT("a matrix has no dim of stride 1")
-    for right in narrow:
-        if right.dtype not in (x.dtype, torch.float32):
-            return Reason.DTYPE(
-                f"a low-rank matrix has dtype {str(right.dtype).removeprefix('torch.')}, which no kernel "
-                "supports"
-            )
-        if not isinstance(right.shape[1], int) or right.shape[1] > MOST_COLUMNS:
-            return Reason.LIMIT(f"a rank is above {MOST_COLUMNS}")
-    return ""

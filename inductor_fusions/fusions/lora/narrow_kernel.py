@@ -63,9 +63,6 @@ def variant(
         for i, rank in enumerate(shape.ranks)
     ]
     ragged = shape.inner is None or shape.inner % (config.block_k * config.splits) != 0
-    masks = ["(rk[None, :] < stop - k)"] if ragged else []
-    if shape.layout == "t":
-        masks.append("(rm[:, None] < M)")
     read = [factor["kept"] for factor in factors if factor["kept"]]
     for factor in factors:
         factor["mask"] = _mask(factor, ragged)
@@ -75,7 +72,7 @@ def variant(
         factors=factors,
         splits=config.splits,
         x_inner=shape.layout == "n",
-        x_mask=" & ".join(masks),
+        x_mask=_x_mask(shape, ragged),
         transposed=transposed,
         early=early,
         waits=waits,
@@ -108,6 +105,12 @@ def _mask(factor: dict[str, Any], ragged: bool) -> str:
     elif factor["block"] != factor["size"]:
         inside.append(f"(rn_{factor['index']}[None, :] < {factor['size']})")
     return " & ".join(inside)
+
+
+def _x_mask(shape: narrow.Shape, ragged: bool) -> str:
+    """Which elements of a tile of x are there, likewise."""
+    inside = ["(rk[None, :] < stop - k)"] if ragged else []
+    return " & ".join([*inside, "(rm[:, None] < M)"] if shape.layout == "t" else inside)
 
 
 def _factor(index: int, rank: int, shape: narrow.Shape, scale: float, further: float) -> dict[str, Any]:

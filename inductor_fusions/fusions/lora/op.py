@@ -180,29 +180,19 @@ NARROW_MM = define(
 )  # fmt: skip
 
 _library = torch.library.Library("inductor_fusions", "FRAGMENT")
-_library.define("lora_down(Tensor x, Tensor a) -> Tensor")
-_library.define("lora_dropped_down(Tensor x, Tensor kept, Tensor a, float scale) -> Tensor")
+_library.define("lora_down(Tensor x, Tensor a, Tensor? kept=None, float scale=1) -> Tensor")
 
 
 @torch.library.impl(_library, "lora_down", "CompositeImplicitAutograd")
-def _lora_down(x: Tensor, a: Tensor) -> Tensor:
-    return _down(x, a, 1.0, [])
-
-
-@torch.library.impl(_library, "lora_dropped_down", "CompositeImplicitAutograd")
-def _lora_dropped_down(x: Tensor, kept: Tensor, a: Tensor, scale: float) -> Tensor:
-    return _down(x, a, scale, [kept.reshape(-1, x.shape[-1])])
-
-
-def _down(x: Tensor, a: Tensor, scale: float, kept: list[Tensor]) -> Tensor:
-    made: list[Tensor] = NARROW_MM(x.reshape(-1, x.shape[-1]), [a.t()], [scale], [0.0], False, kept)
+def _lora_down(x: Tensor, a: Tensor, kept: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    masks = [] if kept is None else [kept.reshape(-1, x.shape[-1])]
+    made: list[Tensor] = NARROW_MM(x.reshape(-1, x.shape[-1]), [a.t()], [scale], [0.0], False, masks)
     return made[0].reshape(*x.shape[:-1], a.shape[0])
 
 
-#: `x @ a.T` in the dtype of a, for x of any number of dims; what it is made of is what graphs have.
+#: `scale * (kept * x) @ a.T` in the dtype of a, for x of any number of dims, with a bool mask of its shape or
+#: None; what it is made of is what graphs have.
 LORA_DOWN: Any = torch.ops.inductor_fusions.lora_down.default
-#: `scale * (kept * x) @ a.T`, likewise, with a bool mask of the shape of x.
-LORA_DROPPED_DOWN: Any = torch.ops.inductor_fusions.lora_dropped_down.default
 
 
 def _rounded(y: Tensor) -> Tensor:

@@ -14,12 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import known_true, remembered
-from ...block_mm import guards
+from ..._inductor import known_true
 from ...graph.products import (
     CASTS,
-    DIV,
-    MUL,
     RESHAPES,
     Product,
     added_matrix,
@@ -29,22 +26,19 @@ from ...graph.products import (
     is_sum,
     product,
     restored,
-    scaled,
     summands,
     through,
 )
-from ...operands import holds, tensor, value
-from ...reasons import Reason, Said
-from .adapters import Adapter, Step, adapter_of, step, times_tensor, weighted
+from ...operands import holds, value
+from ...reasons import Reason
+from .adapters import Adapter, Step, adapter_of, step, weighted
 from .columns import parts_of
-from .masks import mask_in
+from .reached import NO_PRODUCT, alone, leads_to_adapter, leads_to_products
 
 aten = torch.ops.aten
 
 BROADCAST = Reason.TERMS("a term of the sum is broadcast")
 TWO_TENSORS = Reason.TERMS("the adapter is multiplied by more than one tensor")
-#: Of a sum without a base: it may be added to what is in memory (`sums`).
-NO_PRODUCT = Reason.NO_BASE("the adapter is not added to a product that only this sum reads")
 
 
 @dataclass(frozen=True)
@@ -131,6 +125,14 @@ def linears(products: Sequence[Product]) -> list[Linear]:
         if node not in inside and (plain or additions_behind([node])):
             found.append(Linear(node, problem=problems.get(node) or alone(node)))
     return sorted(found, key=lambda linear: linear.root)
+
+
+def read_again(linear: Linear) -> Linear:
+    """A linear as it is now: others may have replaced what it was read with."""
+    if linear.top is not None:
+        return _read(linear.top)
+    found = product(linear.root)
+    return linear if linear.problem or found is None else Linear(linear.root, [found])
 
 
 def _is_around(read: Linear, top: fx.Node) -> bool:
@@ -279,105 +281,6 @@ def _two_biases(linear: Linear) -> bool:
     matrices = [bias for bias in biases if value(bias).dim() == 2]
     others = len(biases) - len(matrices) + len(linear.offsets)
     return (linear.rest is not None and bool(biases or others)) or (bool(matrices) and others > 0)
-
-
-@remembered(spreads=lambda node: True)
-def leads_to_products(node: fx.Node) -> bool:
-    """Whether a node is a product or a sum, or has one behind casts, reshapes and factors."""
-    if product(node) is not None:
-        return True
-    if node.op != "call_function" or not is_floating(node):
-        return False
-    if summands(node) or parts_of(node):
-        return True
-    below = step(node)
-    if below is None or below.kept is not None:
-        return weighted(node) is not None
-    return len(below.inner.users) == 1 and leads_to_products(below.inner)
-
-
-def leads_to_adapter(node: Any, in_sums: bool = True) -> bool:
-    """Whether a node is an adapter, or has one behind casts, reshapes, factors and masks, or in a sum.
-
-    Args:
-        in_sums: whether it may be in a sum.
-    """
-    while isinstance(node, fx.Node) and node.op == "call_function" and len(node.users) == 1:
-        found = product(node)
-        if found is not None:
-            return (in_sums or added_matrix(found) is None) and adapter_of(node) is not None
-        if is_sum(node):
-            return in_sums and any(has_size_of(x, node) and leads_to_adapter(x) for x, _ in summands(node))
-        below = step(node)
-        if below is None:
-            return False
-        node, in_sums = below.inner, in_sums and below.is_number
-    return False
-
-
-def alone(up: fx.Node) -> Said:
-    """Why the result of an adapter is not part of a sum of products."""
-    node = up
-    for _ in range(8):
-        if len(node.users) != 1:
-            return _read_elsewhere(node)
-        (user,) = node.users
-        if user.op == "output":
-            return Reason.NO_BASE("this graph returns the result of the two products as it is")
-        by = _other_factor(user, node)
-        if by is not None and times_tensor(user) is None:
-            if mask_in(by) is not None:
-                return Reason.BEHIND_ADAPTER("a mask is applied to the result of the adapter")
-            how = "divided" if user.target in DIV else "multiplied"
-            if not additions_behind([user]):
-                return Reason.NO_BASE(
-                    f"the result of the two products is {how} by a tensor, and no base is added"
-                )
-            return Reason.BEHIND_ADAPTER(
-                f"the result of the two products is {how} by a tensor before the addition, in a form that is "
-                "not supported"
-            )
-        if user.target is aten.where.self:
-            return Reason.BEHIND_ADAPTER(
-                "the result of the adapter passes through torch.where, which can remove NaN"
-            )
-        if summands(user) or added_matrix(product(user)) is node:
-            return NO_PRODUCT
-        if by is None and user.target not in RESHAPES and user.target not in CASTS and scaled(user) is None:
-            reader = guards.called(user)
-            return Reason.NO_BASE(
-                f"{reader} reads the result of the two products, and no base is added before that"
-            )
-        node = user
-    return Reason.NO_BASE("the result of the two products is not added to anything")
-
-
-def _read_elsewhere(node: fx.Node) -> Said:
-    """The other readers of the result of an adapter, if one of them adds it to a product."""
-    if not any(_is_added_to_product(user) for user in node.users):
-        return Reason.NO_BASE(guards.read_elsewhere("the result of two products without a base", node.users))
-    scaled_by = any(_other_factor(user, node) is not None for user in node.users)
-    reason = "the gradient of a factor" if scaled_by else "the backward"
-    return guards.read_elsewhere("the result of the adapter", node.users, reason)
-
-
-def _is_added_to_product(node: fx.Node) -> bool:
-    """Whether a sum behind a node has a product among its other terms."""
-    for before, top in enumerate(additions_behind([node])):
-        terms = [x for x, _ in summands(top) if isinstance(x, fx.Node)]
-        # A sum before this one, which is a term of it, counts as a product.
-        if sum(map(leads_to_products, terms)) > min(before, 1):
-            return True
-    return False
-
-
-def _other_factor(user: fx.Node, node: fx.Node) -> fx.Node | None:
-    """The tensor that a value is multiplied with, or divided by."""
-    if user.target not in (*MUL, *DIV) or len(user.args) != 2 or user.args[0] is user.args[1]:
-        return None
-    first, second = user.args
-    by = second if first is node else first if user.target in MUL else None
-    return by if isinstance(by, fx.Node) and tensor(by) is not None else None
 
 
 def cast_behind(top: fx.Node) -> fx.Node:

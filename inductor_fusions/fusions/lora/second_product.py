@@ -12,7 +12,7 @@ from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, linear_of, read
 from ...operands import same_shape, tensor
 from .adapters import is_low_rank
-from .op import LORA_DOWN, LORA_DROPPED_DOWN
+from .op import LORA_DOWN
 
 #: How far A may be from B, and B from the sum.
 MOST_STEPS = 12
@@ -36,7 +36,7 @@ def _has_down(node: Any, rank: int) -> bool:
     """Whether a narrow matrix is a function of a product with a wide one."""
     for _ in range(MOST_STEPS):
         source = linear_of(node)
-        read_before = isinstance(node, fx.Node) and node.target in (LORA_DOWN, LORA_DROPPED_DOWN)
+        read_before = isinstance(node, fx.Node) and node.target is LORA_DOWN
         x = tensor(source[0] if source is not None else node.args[0] if read_before else None)
         if x is not None:
             return is_low_rank(rank, x.shape[-1])

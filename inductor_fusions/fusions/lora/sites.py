@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,10 +23,10 @@ from . import accumulate_sites, downs, gather, gradients, profit, round_trips, u
 from .adapters import Adapter, source, unrounded
 from .checks import check_adapter, check_shapes
 from .emitter import Emitter
-from .groups import adapters_of, bases_of, current, grouped, is_whole, result_dtypes, shape_of
+from .groups import adapters_of, bases_of, grouped, is_whole, result_dtypes, shape_of, text_of
 from .masks import masked
 from .op import LORA_LINEAR
-from .recognise import Linear, linears
+from .recognise import Linear, linears, read_again
 from .sums import sums as read_sums
 from .sums import without
 
@@ -54,10 +54,9 @@ def candidates(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     narrows = gradients.read(
         products, {a.down.node for a in adapters}, [a.middle for a in adapters if a.middle is not None]
     )
-    replaced: dict[fx.Node, fx.Node] = {}
     for group in grouped(products, found):
         while group:
-            candidate = Adapted(graph, [current(linear, replaced) for linear in group], replaced)
+            candidate = Adapted(graph, [read_again(linear) for linear in group])
             yield candidate
             group = candidate.left_over
     yield from accumulate_sites.candidates(graph, sums)
@@ -70,15 +69,12 @@ def candidates(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
 class Adapted(Candidate):
     """Linears on one input, some of them with adapters; or one sum of products with adapters.
 
-    Args:
-        replaced: what came in the place of which node; this candidate adds to it.
-
     Attributes:
         left_over: members that were not fused with the others.
     """
 
-    def __init__(self, graph: fx.Graph, group: Sequence[Linear], replaced: dict[fx.Node, fx.Node]) -> None:
-        self.graph, self.group, self.replaced = graph, list(group), replaced
+    def __init__(self, graph: fx.Graph, group: Sequence[Linear]) -> None:
+        self.graph, self.group = graph, list(group)
         self.anchor = group[0].root
         self.left_over: list[Linear] = []
         self.downs: list[downs.Down] = []
@@ -86,7 +82,6 @@ class Adapted(Candidate):
         self.whole = False
         self.kernel = ""
         self.sizes: dict[fx.Node, list[Any]] = {}
-        self.factors: dict[fx.Node, float] = {}
 
     def describe(self) -> dict[str, str]:
         first = self.group[0]
@@ -95,9 +90,7 @@ class Adapted(Candidate):
         return {
             "input": guards.text(first.bases[0].a),
             "weights": ", ".join(guards.text(p.b) for p in bases_of(self.group)),
-            "adapters": ", ".join(
-                f"{guards.text(a.down.b)} x {guards.text(a.up.b)}" for a in adapters_of(self.group)
-            ),
+            "adapters": text_of(adapters_of(self.group)),
         }
 
     def guard(self) -> None:
@@ -143,6 +136,8 @@ class Adapted(Candidate):
             self._check_dropouts(linear)
 
     def _check_linear(self, linear: Linear) -> None:
+        if linear.problem:
+            raise LeftToStock(linear.problem)
         root, first = linear.root, value(linear.bases[0].node)
         shapes = [tuple(value(p.node).shape) for p in linear.bases]
         for a in linear.adapters:
@@ -222,23 +217,21 @@ class Adapted(Candidate):
         return kernel
 
     def _emit(self, place: Place, narrow: list[downs.Down]) -> str:
-        made = Emitter(place.before, self.anchor)
+        make = Emitter(place.before, self.anchor)
         if self.whole:
-            return self._rewrite_whole(made, place)
-        ups: dict[fx.Node, tuple[fx.Node, fx.Node | None]] = {}
-        finish: list[Callable[[], None]] = []
+            return self._rewrite_whole(make, place)
+        made: dict[fx.Node, downs.Made] = {}
         moved: set[fx.Node] = set()
         for down in narrow:
-            ups.update(self._emit_down(down, moved, finish))
+            made |= downs.insert(down, moved, self._further)
         place = place.without(moved).hoist()
-        groups = [self._products(linear, made, ups) for linear in self.group]
+        groups = [self._products(linear, make, made) for linear in self.group]
         dtype, wide = result_dtypes(self.group)
         # Results are reshaped before views of them are moved.
         bare = replace(place, sunk=())
         outputs = emit.insert(bare, self.anchor, groups, dtype=dtype, wide=wide)
         self._replace_roots(outputs, place)
-        for step in finish:
-            step()
+        downs.replace_all(made)
         return self.kernel
 
     def _replace_roots(self, outputs: Sequence[fx.Node], place: Place) -> None:
@@ -249,7 +242,6 @@ class Adapted(Candidate):
         ]
         place.sink()
         for root, new in zip(roots, shaped, strict=True):
-            self.replaced[root] = new
             substitute(root, new)
 
     def _rewrite_whole(self, make: Emitter, place: Place) -> str:
@@ -279,49 +271,23 @@ class Adapted(Candidate):
         self._replace_roots(outputs, place)
         return self.kernel.replace("narrow_mm and block_mm", "lora_linear")
 
-    def _emit_down(
-        self, down: downs.Down, moved: set[fx.Node], finish: list[Callable[[], None]]
-    ) -> dict[fx.Node, tuple[fx.Node, fx.Node | None]]:
-        """Add one skinny GEMM; returns the results of each down-projection.
-
-        The second of them is the form that the grouped GEMM reads, with the factor of the adapter, or None.
-        """
-        dtype = value(self.group[0].bases[0].a).dtype
-        scales = {a.down.node: a.scale for a in adapters_of(self.group) if a.middle is None}
-
-        def form(p: Product, x: fx.Node) -> float:
-            scale = scales.get(p.node)
-            return 0.0 if scale is None else self._form(p, scale, value(x).dtype, dtype)
-
-        made = downs.insert(down, moved, form)
-        for node, one in made.items():
-            self.factors[node] = one.further
-            finish.append(self._replacing(node, one.output))
-        return {node: (one.output, one.form) for node, one in made.items()}
-
-    def _form(self, down: Product, scale: float, read: torch.dtype, base: torch.dtype) -> float:
-        """The factor of the further form of a down-projection, or 0 where the grouped GEMM reads it as it is.
+    def _further(self, down: Product, x: fx.Node) -> float:
+        """The factor of the further form of a down-projection of x, or 0 where it is read as it is.
 
         A float32 one is read in halves. Elsewhere the factor of the adapter is the reason: with it the
         up-projection is one more step of the loop of the base product. float16 has too few exponents for it:
         the product with the factor may overflow where the result does not.
         """
-        same = value(down.b).dtype == base
-        once = sum(a.down.node is down.node for a in adapters_of(self.group)) == 1
-        if read != base or (same and (scale == 1 or not once or base == torch.float16)):
+        readers = [a for a in adapters_of(self.group) if a.down.node is down.node]
+        scales = [a.scale for a in readers if a.middle is None]
+        base, once = value(self.group[0].bases[0].a).dtype, len(readers) == 1
+        if not scales or value(x).dtype != base:
             return 0.0
-        return scale if once else 1.0
+        if value(down.b).dtype == base and (scales[-1] == 1 or not once or base == torch.float16):
+            return 0.0
+        return scales[-1] if once else 1.0
 
-    def _replacing(self, old: fx.Node, new: fx.Node) -> Callable[[], None]:
-        def step() -> None:
-            self.replaced[old] = new
-            downs.replace_one(old, new)
-
-        return step
-
-    def _products(
-        self, linear: Linear, make: Emitter, ups: dict[fx.Node, tuple[fx.Node, fx.Node | None]]
-    ) -> list[Product]:
+    def _products(self, linear: Linear, make: Emitter, made: dict[fx.Node, downs.Made]) -> list[Product]:
         """The products of one linear, with operands that the kernel takes."""
         found = [replace(p, a=make.replay(unrounded(p.a)), bias=None) for p in linear.bases]
         found[0] = replace(found[0], bias=make.bias(linear))
@@ -329,22 +295,9 @@ class Adapted(Candidate):
             rows = list(value(found[0].node).shape)
             rest = emit.reshaped(Builder(make.before, linear.root), linear.rest, rows)
             found[0] = replace(found[0], bias=rest)
+        dtype = value(linear.bases[0].a).dtype
         for a in linear.adapters:
-            (left, form), scale = ups[a.down.node] if a.middle is None else (a.middle, None), a.scale
-            right, dtype = a.up.b, value(linear.bases[0].a).dtype
-            if a.factor is not None and a.over:
-                left, right = make.weighted(left, right, a.factor, a.over)
-                form = None
-            elif a.factor is not None:
-                left, form = make.times(left, a.factor), None
-            right = make.padded(right, a.pad)
-            if form is not None:
-                left = form
-                scale = a.scale / self.factors[a.down.node]
-            elif value(right).dtype != dtype:
-                left = make.left_halves(left, dtype)
-            if value(right).dtype != dtype:
-                right = make.right_halves(right, dtype)
+            left, right, scale = downs.operands(make, a, made[a.down.node], dtype)
             left, right = make.aligned(left, right)
             found.append(Product(a.up.node, left, right, None, scale))
         return found

@@ -17,7 +17,8 @@ from ...graph.products import additions_behind, product, summands
 from ...operands import value
 from ...reasons import Reason
 from .adapters import step
-from .recognise import BROADCAST, NO_PRODUCT, Linear, Reader, leads_to_adapter, sum_in
+from .reached import NO_PRODUCT, leads_to_adapter
+from .recognise import BROADCAST, Linear, Reader, sum_in
 
 
 def sums(found: Sequence[Linear]) -> list[Linear]:

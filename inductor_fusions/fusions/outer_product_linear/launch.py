@@ -16,11 +16,8 @@ Tile = Mapping[str, int]
 
 #: Columns of a block, by the size of an element.
 BLOCK_Q = {2: 64, 4: 32}
-#: Tiles, warps and stages of each kernel, by the size of an element.
-LINEAR: dict[int, Tile] = {
-    2: {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3},
-    4: {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3},
-}
+#: Tiles, warps and stages of each kernel; of that which packs, by the size of an element.
+LINEAR: Tile = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
 PACK: dict[int, Tile] = {
     2: {"BLOCK_P": 64, "BLOCK_N": 4, "num_warps": 2},
     4: {"BLOCK_P": 32, "BLOCK_N": 2, "num_warps": 4},
@@ -29,18 +26,15 @@ PACK: dict[int, Tile] = {
 PROGRAMS = 128
 
 
-def linear(u: Tensor, v: Tensor, w: Tensor, tile: Tile | None = None, block: int = 0) -> Tensor:
+def linear(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
     """u, v (rows, P) and (rows, Q), w (N, P * Q) -> (rows, N).
 
-    Args:
-        u, v, w: of one dtype, on one device; u and v may be one matrix.
-        tile: of `LINEAR` by default.
-        block: columns of a block; of `BLOCK_Q` by default.
+    All are of one dtype, on one device; u and v may be one matrix.
     """
     (rows, p), q, n = u.shape, v.shape[1], w.shape[0]
     if not rows or not n or not p or not q:
         return u.new_zeros((rows, n))
-    tile, block = tile or LINEAR[u.itemsize], block or BLOCK_Q[u.itemsize]
+    tile, block = LINEAR, BLOCK_Q[u.itemsize]
     tiles = triton.cdiv(rows, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"])
     # Thread blocks of four warps share a multiprocessor.
     each = max(1, 8 // tile["num_warps"])

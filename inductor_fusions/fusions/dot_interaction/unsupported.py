@@ -66,6 +66,8 @@ def of_two_sets(row: fx.Node) -> str:
     made = None if op is None else tensor(op.node)
     if op is None or op.name not in PRODUCTS or made is None or flat is None:
         return ""
+    if any((by := read(user)) is not None and by.name == "softmax" for user in readers(row)):
+        return ""  # weights over all pairs
     sides, kept = _sides(op)
     if (made.dim(), flat.dim()) != (3, 2) or not known_true(flat.shape[0] == made.shape[0]) or not sides:
         return ""

@@ -43,22 +43,17 @@ def equation(op: Op) -> Equation:
     """
     if op.name != "einsum":
         return _of_dims(op)
-    equation = op["equation"]
-    operands = op.rest
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = tuple(operands[0])
-    if not operands and isinstance(op.args.get("tensors"), (list, tuple)):
-        operands = tuple(op.args["tensors"])
+    equation, given = op["equation"], operands(op)
     if not isinstance(equation, str):
         raise Reason.NOT_A_TENSOR.rejected("an einsum with its dims given as numbers is not supported")
-    if len(operands) != 2 or not all(tensor(node) is not None for node in operands):
+    if len(given) != 2 or not all(tensor(node) is not None for node in given):
         raise Reason.NO_PRODUCT.rejected(f"einsum {equation!r} is not a product of two tensors")
     inputs, arrow, result = equation.replace(" ", "").partition("->")
     parts = inputs.split(",")
     if not arrow:
         letters = sorted(c for c in set(inputs) - set(".,") if inputs.count(c) == 1)
         result = ("..." if "..." in inputs else "") + "".join(letters)
-    ranks = [0 if (value := tensor(node)) is None else value.dim() for node in operands]
+    ranks = [0 if (value := tensor(node)) is None else value.dim() for node in given]
     extra = [rank - len(part.replace("...", "")) for rank, part in zip(ranks, parts, strict=True)]
     spare = "".join(c for c in string.ascii_letters if c not in equation)
     most = max([0, *(count for count, part in zip(extra, parts, strict=True) if "..." in part)])
@@ -70,7 +65,13 @@ def equation(op: Op) -> Equation:
         raise Reason.SHAPES.rejected(f"einsum {equation!r} repeats an index in one operand")
     if [len(first), len(second)] != ranks:
         raise Reason.SHAPES.rejected("an operand of an einsum has another number of dims than letters")
-    return _checked(Equation(f"einsum {equation!r}", first, second, result, operands[0], operands[1]))
+    return _checked(Equation(f"einsum {equation!r}", first, second, result, *given))
+
+
+def operands(op: Op) -> list[fx.Node]:
+    """The operands of an einsum."""
+    given = op.rest or op.args.get("tensors") or ()
+    return list(given[0] if len(given) == 1 and isinstance(given[0], (list, tuple)) else given)
 
 
 def _checked(found: Equation) -> Equation:

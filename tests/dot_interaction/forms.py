@@ -274,6 +274,27 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
         lambda x, t: (torch.einsum("bpd,pde->bpe", t[:, LI], matrices_of_pairs(x)) * (t + 1)[:, LJ]).sum(-1),
         None,
     ),
+    "of two sets": (lambda x, t: (t @ (t + 1).mT).flatten(1), "vectors of two sets"),
+    "of two sets, by einsum": (
+        lambda x, t: torch.einsum("bid,bjd->bij", t, t[:, :3] + 1).reshape(SAMPLES, -1), "vectors of two sets"
+    ),
+    "of two sets, in a matrix": (lambda x, t: t @ (t + 1).mT, None),
+    "of two sets, over the vectors": (lambda x, t: (t.mT @ (t + 1)).flatten(1), None),
+    "compressed": (lambda x, t: (t @ (t.mT @ x[:F])).flatten(1), "through matrices"),  # Wukong
+    "compressed, of two": (lambda x, t: (t @ ((t + 1).mT @ x[:F])).flatten(1), None),
+    "the largest, summed": (  # ColBERT
+        lambda x, t: (t @ (t + 1).permute(0, 2, 1)).max(2).values.sum(1), "late interaction"
+    ),
+    "the largest of all pairs, masked": (
+        lambda x, t: (
+            torch.einsum("ash,bth->abst", t, t + 1)
+            .masked_fill(x[None, :, None, :F] > 1, -1e4)
+            .amax(-1)
+            .sum(-1)
+        ),
+        "late interaction",
+    ),
+    "the largest, not summed": (lambda x, t: (z := t @ (t + 1).mT) - z.amax(-1, keepdim=True), None),
     "pairs in rows": (lambda x, t: products(t)[:, [[1, 2], [2, 3]], [[0, 0], [1, 2]]], None),
     "a slice of samples": (lambda x, t: products(t)[1:, LI, LJ], None),
 }  # fmt: skip

@@ -382,3 +382,9 @@ def square_times_a_linear(x: Any, w: Any, v: Any) -> Any:
 @form(X, "frozen 128x64", "frozen 128x64", left=(0, 0), reasons=("add", "add"))
 def one_more_than_a_linear(x: Any, w: Any, v: Any) -> Any:
     return (1 + F.linear(x, w)) * F.linear(x, v)
+
+
+@form(X, (2, 48, 32), "frozen 64x64", "frozen 64x32", reasons=("different inputs", "different inputs"))
+def functions_of_two_inputs(x: Any, y: Any, w: Any, v: Any) -> Any:
+    """GMU, MUTAN."""
+    return torch.tanh(F.linear(x, w)) * torch.sigmoid(F.linear(y, v))

@@ -64,3 +64,19 @@ def weight_of_each_sample(x: Any, w: Any, style: Any) -> Any:
 def adapter_with_a_core(x: Any, w: Any, a: Any, core: Any, b: Any) -> Any:
     """FLoRA; nothing is said of an outer product."""
     return F.linear(x, w) + x @ a.t() @ core @ b.t()
+
+
+@form((3, 24, 64), "frozen 64x64", (3, 64, 8), (3, 8, 64), left=(1, 1), reasons=("limit", "limit"))
+def batch_added_by_its_product(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return torch.baddbmm(F.linear(x, w), x @ a, b, alpha=2.0)
+
+
+@form((3, 24, 64), (3, 64, 8), (3, 8, 64))
+def batch_added_to_its_input(x: Any, a: Any, b: Any) -> Any:
+    """A residual is no base."""
+    return torch.baddbmm(x, x @ a, b)
+
+
+@form(X, "frozen 64x64", (8, 64), (64, 8), reasons=("by a tensor", "used-elsewhere"))
+def factor_that_is_computed_of_a_mask(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(x, w) + F.linear(F.linear(x, a), b) * x.masked_fill(x > 1, 0.5).cos()

@@ -154,3 +154,18 @@ def binary_of_probabilities(h: Any, w: Any, y: Any) -> Any:
 def binary_by_softplus(h: Any, w: Any, y: Any) -> Any:
     logits = F.linear(h, w)
     return (F.softplus(logits) - logits * y).mean()
+
+
+@form(*PAIRS, reasons=("masked_select", "masked_select"))
+def others_by_masked_select(a: Any, b: Any) -> Any:
+    """SimCLR: the graph ends where a mask selects all but each row itself."""
+    o = torch.cat([F.normalize(a, dim=-1), F.normalize(b, dim=-1)])
+    similar = torch.exp(torch.mm(o, o.t().contiguous()) / 0.5)
+    others = similar.masked_select((torch.ones_like(similar) - torch.eye(len(o))).bool()).view(len(o), -1)
+    return -torch.log(torch.exp((a * b).sum(-1)).repeat(2) / others.sum(-1)).mean()
+
+
+@form(*PAIRS)
+def exponentials_that_are_returned(a: Any, b: Any) -> Any:
+    """A kernel of pairs is no loss."""
+    return torch.exp(torch.mm(a, b.t()))

@@ -267,3 +267,43 @@ def pairs_by_concatenation(x: Any, y: Any, w: Any) -> Any:
 def linear_of_concatenated_tokens(x: Any, y: Any, w: Any) -> Any:
     """Of each token, not of pairs."""
     return F.relu(F.linear(torch.cat((x, y), -1), w)) / 9 @ y
+
+
+def delta_rule(q: Any, k: Any, v: Any, read: Any, outer: Any) -> Any:
+    """A state of keys by values, to which each step adds what it lacks."""
+    state, out = torch.zeros(2, 4, 8, 8), []
+    for t in range(3):
+        state = state * 0.9 + outer(k[:, :, t], v[:, :, t] - read(k[:, :, t], state))
+        out.append(read(q[:, :, t], state))
+    return torch.stack(out, 2)
+
+
+@form(*QKV, fused=0, reasons=("a recurrence",))
+def recurrence_by_elements(q: Any, k: Any, v: Any) -> Any:
+    return delta_rule(
+        q, k, v, lambda x, s: (s * x.unsqueeze(-1)).sum(-2), lambda x, y: x.unsqueeze(-1) * y.unsqueeze(-2)
+    )
+
+
+@form(*QKV, fused=0, reasons=("a recurrence",))
+def recurrence_by_einsum(q: Any, k: Any, v: Any) -> Any:
+    read, outer = "bhk,bhkv->bhv", "bhk,bhv->bhkv"
+    return delta_rule(q, k, v, lambda x, s: torch.einsum(read, x, s), lambda x, y: torch.einsum(outer, x, y))
+
+
+@form((2, 4, 8), (2, 4, 8), (2, 4, 8, 8), fused=0)
+def one_outer_product(q: Any, k: Any, s: Any) -> Any:
+    """No step follows: nothing is said."""
+    return (s + k.unsqueeze(-1) * q.unsqueeze(-2)).mT @ k.unsqueeze(-1)
+
+
+@form((2, 9, 4, 8), (2, 9, 4, 8), (2, 9, 4, 8), fused=0, reasons=("linear attention",))
+def normaliser_in_the_same_einsum(q: Any, k: Any, v: Any) -> Any:
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    z = 1 / torch.einsum("nlhd,nhd->nlh", q, k.sum(1))
+    return torch.einsum("nlhd,nhmd,nlh->nlhm", q, torch.einsum("nshd,nshm->nhmd", k, v), z)
+
+
+@form((2, 9, 8), (8, 8), (2, 9), fused=0)
+def three_tensors_and_no_keys(x: Any, w: Any, z: Any) -> Any:
+    return torch.einsum("nld,dm,nl->nlm", x, w, z)

@@ -16,7 +16,7 @@ from . import sites
 from .multihead import FAST_PATHS, MultiheadForward, fast_path
 from .recognise import is_in_attention, is_written_out
 from .scope import scope_of
-from .unnormalised import over_edges, without_softmax
+from .unnormalised import over_edges, recurrent, without_softmax
 from .written_out import EXPONENTIALS, SOFTMAXES, weights_of
 
 FUSION = Fusion(
@@ -37,6 +37,7 @@ FUSION.anchor(lambda: [*forms(*EXPONENTIALS), "exp_", torch.exp_])(
 FUSION.anchor(lambda: forms(*PRODUCTS - {"linear"}))(
     lambda scope, match: without_softmax(match.output_node())
 )
+FUSION.anchor(lambda: forms("add"))(lambda scope, match: recurrent(match.output_node()))
 FUSION.anchor(lambda: forms("scaled_dot_product_attention"))(
     lambda scope, match: sites.SdpaCall(scope, match.output_node())
 )

@@ -13,7 +13,7 @@ from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Candidate, Rejected, Reported
 from ...graph.dims import is_transposed
-from ...graph.einsum import equation
+from ...graph.einsum import equation, operands
 from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, TRANSPOSES, VIEWS, Op, read, scaled_by, tensor
 from ...operands import text
 from ...reasons import Reason
@@ -43,8 +43,14 @@ _SCATTERS = frozenset("scatter_add scatter_reduce index_add index_reduce index_p
 #: What may be between exponentials and such a sum, and between it and a division.
 _TO_SUMS = VIEWS | CASTS | COPIES | frozenset("expand expand_as mul add clamp clamp_min getitem".split())
 _OF_SUMS = _TO_SUMS | frozenset("index_select gather reciprocal".split())
+#: What may be between one state and the next, and between a state and the product that reads it.
+_TO_STEPS = VIEWS | CASTS | COPIES | frozenset({"mul", "getitem"})
 _LINEAR = Reason.NO_PRODUCT(
     "keys are multiplied by values first, and queries by that (linear attention): there are no scores"
+)
+_RECURRENT = Reason.NO_PRODUCT(
+    "each step adds an outer product to a state, which a product reads (a recurrence, as of the delta rule): "
+    "there is no matrix of scores"
 )
 _CONCATENATED = Reason.NO_PRODUCT(
     "the weights are made of the concatenated features of each pair, not of a product of queries and keys"
@@ -58,16 +64,16 @@ def without_softmax(node: fx.Node) -> Candidate | None:
     op = read(node)
     if op is None or op.name not in PRODUCTS - {"linear"}:
         return None
+    sides = operands(op) if op.name == "einsum" else [op.input, op["other"]]
+    turned = [is_transposed(side) for side in sides]
     try:
-        sides = [op.input, op["other"]]
-        turned = [is_transposed(side) for side in sides]
-        if op.name == "einsum":
-            found = equation(op)
-            sides = [found.left, found.right]
-            turned = [letters[-1] not in found.result for letters in (found.first, found.second)]
+        found = equation(op) if op.name == "einsum" else None
     except Rejected:
-        return None
-    for weights, values, values_turned in zip(sides, sides[::-1], reversed(turned), strict=True):
+        turned = []  # no product of two tensors
+    else:
+        if found is not None:
+            turned = [letters[-1] not in found.result for letters in (found.first, found.second)]
+    for weights, values, values_turned in zip(sides, sides[::-1], turned[::-1], strict=False):
         name, channels_first = _function(weights) if isinstance(weights, fx.Node) else ("", False)
         held = tensor(values)
         # A matrix that mixes heads is not one of values for each sample.
@@ -83,6 +89,51 @@ def without_softmax(node: fx.Node) -> Candidate | None:
         if said:
             return Reported(node, Rejected(said), {"weights": text(tensor(side))})
     return None
+
+
+def recurrent(added: fx.Node) -> Candidate | None:
+    """The first of the sums of a state and an outer product, whose result a product and the next sum read."""
+    state = _state_before(added)
+    if state is None or _state_before(_through_factors(state)) is not None:
+        return None
+    steps = _behind(added, _TO_STEPS, frozenset({"add"}))
+    is_returned = added.graph.output_node() in added.users
+    goes_on = is_returned or any(_state_before(step) is not None for step in steps)
+    if not goes_on or not _behind(added, _TO_STEPS, PRODUCTS | {"sum"}):
+        return None
+    return Reported(added, Rejected(_RECURRENT), {"state": text(tensor(added))})
+
+
+def _state_before(added: Any) -> fx.Node | None:
+    """What an outer product is added to."""
+    op = read(added)
+    if op is None or op.name != "add":
+        return None
+    sides = [op.input, op["other"]]
+    return next((one for one, other in (sides, sides[::-1]) if _is_outer(other)), None)
+
+
+def _through_factors(node: Any) -> Any:
+    while (op := read(node)) is not None and op.name in ("mul", "sub"):
+        node = op.input
+    return node
+
+
+def _is_outer(node: Any) -> bool:
+    """Whether a node is the product of all elements of one vector with all of another, for each sample."""
+    op, made = read(node), tensor(node)
+    if op is None or made is None or made.dim() < 3:
+        return False
+    if op.name == "einsum":
+        try:
+            found = equation(op)
+        except Rejected:
+            return False
+        one, other, result = set(found.first), set(found.second), set(found.result)
+        return one | other == result and one != result and other != result
+    sides = [tensor(side) for side in (op.input, op["other"])]
+    ones = [[known_true(size == 1) for size in side.shape[-2:]] for side in sides if side is not None]
+    return op.name in ("mul", "matmul", "bmm") and sorted(ones) == [[False, True], [True, False]]
 
 
 def _sums_tokens(node: Any) -> bool:

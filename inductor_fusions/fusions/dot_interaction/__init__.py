@@ -157,7 +157,7 @@ FUSION = Fusion(
 
 _ANCHORS = (
     "getitem", "masked_select", "index_select", "gather", "take_along_dim", "cat", "stack", "sum", "einsum",
-    "bmm", "matmul", "tril", "triu",
+    "bmm", "matmul", "tril", "triu", "max", "amax",
 )  # fmt: skip
 
 
@@ -176,8 +176,11 @@ def read(scope: DynamoScope, match: Match) -> Candidate | None:
 def read_flattened(scope: DynamoScope, match: Match) -> Candidate | None:
     """Products of features with themselves as one row of each sample."""
     node = match.output_node()
-    if not recognise.is_flattened(node) or any(map(recognise.site, node.users)):
+    if any(map(recognise.site, node.users)):
         return None
+    if not recognise.is_flattened(node):
+        how = unsupported.of_two_sets(node)
+        return _other_pairs(node, how) if how else None
     gathers = [by for user in node.users if (by := torch_ops.read(user)) is not None and by.name == "gather"]
     by_matrix = "pairs are gathered by a matrix of indices"
     return _other_pairs(node, by_matrix if gathers else "all products are read, those of both triangles")

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
-from ...graph.dims import WHOLE, is_transposed, selection
+from ...graph.dims import WHOLE, is_over_last, is_transposed, permuted_by, selection
 from ...graph.einsum import equation
-from ...graph.torch_ops import PRODUCTS, Op, read
+from ...graph.torch_ops import CASTS, PRODUCTS, VIEWS, Op, read
 from ...operands import tensor
 from .recognise import FLATTENS, gathered, is_row, squared
 
@@ -39,6 +40,8 @@ def how(node: fx.Node) -> str:
         if by is not None and by.name == "mul" and any(map(_squared_at, (by.input, by["other"]))):
             return "all products are read, each times a factor"
         return "pairs are multiplied one by one" if _begins_loop(node) else ""
+    if op.name in ("max", "amax"):
+        return _of_largest(op)
     if op.name in ("tril", "triu"):
         rows = all((by := read(user)) is not None and by.name in FLATTENS for user in readers(node))
         return f"all products are read, through {op.name}" if rows and _squared_at(source) else ""
@@ -56,21 +59,65 @@ def how(node: fx.Node) -> str:
     return ""
 
 
+def of_two_sets(row: fx.Node) -> str:
+    """How products of vectors are read, where a node has those of two sets as one row of each sample."""
+    view, flat = read(row), tensor(row)
+    op = None if view is None else read(view.input)
+    made = None if op is None else tensor(op.node)
+    if op is None or op.name not in PRODUCTS or made is None or flat is None:
+        return ""
+    if any((by := read(user)) is not None and by.name == "softmax" for user in readers(row)):
+        return ""  # weights over all pairs
+    sides, kept = _sides(op)
+    if (made.dim(), flat.dim()) != (3, 2) or not known_true(flat.shape[0] == made.shape[0]) or not sides:
+        return ""
+    if kept == [False, False]:
+        return "the vectors of two sets are multiplied, and all products are read"
+    inner = read(sides[1])  # x @ (x.mT @ w), as Wukong compresses x @ x.mT
+    begins = inner is not None and inner.name in PRODUCTS and permuted_by(inner.input, [0, 2, 1]) is sides[0]
+    return BY_MATRICES if begins else ""
+
+
+def _of_largest(op: Op) -> str:
+    """How products of vectors are read, where an operation takes the largest of each, and they are summed."""
+    z = _behind_masks(op.input)
+    if z is None or not is_over_last(op) or _sides(z)[1] != [False, False]:
+        return ""
+    waiting = list(readers(op.node))
+    for by in filter(None, map(read, waiting)):
+        if by.name in ("sum", "mean"):
+            return "the largest product of each vector is read (late interaction)"
+        if by.name in {"getitem", "getattr", "mul", "masked_fill"} | VIEWS | CASTS and len(waiting) < 8:
+            waiting += readers(by.node)
+    return ""
+
+
+def _behind_masks(node: Any) -> Op | None:
+    """The product of which masks, scales and casts make a node."""
+    while (op := read(node)) is not None and op.name not in PRODUCTS - {"linear"}:
+        if op.name not in {"mul", "div", "add", "masked_fill"} | CASTS:
+            return None
+        node = op.input
+    return op
+
+
+def _sides(op: Op) -> tuple[list[Any], list[bool]]:
+    """Both operands of a product, and whether it keeps the last dim of each, as it was before a transpose."""
+    sides = [op.input, op["other"]]
+    if op.name != "einsum":
+        return sides, [is_transposed(sides[0]), not is_transposed(sides[1])]
+    try:
+        found = equation(op)
+    except Rejected:
+        return [], []
+    return [found.left, found.right], [part[-1] in found.result for part in (found.first, found.second)]
+
+
 def _is_correlation(op: Op) -> bool:
     """Whether a product sums over the rows of two matrices, and its diagonal is read (Barlow Twins)."""
-    sides = [op.input, op["other"]]
-    turned = (True, False)
-    if op.name == "einsum":
-        try:
-            found = equation(op)
-        except Rejected:
-            return False
-        sides = [found.left, found.right]
-        turned = (found.first[-1] in found.result, found.second[-1] not in found.result)
-    elif op.name == "matmul":
-        turned = (is_transposed(sides[0]), is_transposed(sides[1]))
+    sides, kept = _sides(op)
     values = [tensor(side) for side in sides]
-    if turned != (True, False) or any(value is None or value.dim() != 2 for value in values):
+    if kept != [True, True] or any(value is None or value.dim() != 2 for value in values):
         return False
     waiting, passed = [op.node], frozenset("mul div sub add pow square".split())
     for node in waiting:

@@ -11,7 +11,7 @@ from torch import fx
 
 from ..._inductor import hint
 from ...block_mm.columns import Columns, columns, is_apart
-from ...block_mm.expressions import Expressions, named
+from ...block_mm.expressions import NONLINEAR, Expressions, named
 from ...graph.products import (
     CASTS,
     RESHAPES,
@@ -39,6 +39,10 @@ _OF_ANOTHER = Reason.INPUTS(
     "the gate, or what it multiplies, is no linear of the input of the other one, but a further product or "
     "convolution of what is computed of such a linear (as in a spatial gating unit)"
 )
+_OF_OTHERS = Reason.INPUTS(
+    "functions of two linears of different inputs are multiplied, so one kernel saves no reads, and each "
+    "linear is compiled on its own"
+)
 _CONVOLUTION = (aten.convolution.default,)
 _GROUPED = (aten._grouped_mm.default,)
 _SELECTIONS = (aten.slice.Tensor, aten.select.int, operator.getitem)
@@ -55,12 +59,14 @@ class _Side:
         ends: linears, columns of one, sums of two, and batches of products.
         part: what takes a part of something that is computed of them, or None.
         names: of the pointwise functions behind them.
+        bends: whether one of these functions is not linear.
         mixed: whether other operands take part, such as the norm of a row.
     """
 
     ends: set[fx.Node] = field(default_factory=set)
     part: fx.Node | None = None
     names: set[str] = field(default_factory=set)
+    bends: bool = False
     mixed: bool = False
 
     @property
@@ -87,7 +93,8 @@ def other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], 
         shapes = [value(argument).shape for argument in root.all_input_nodes]
         if same_sizes(*shapes) and any(_is_of(one, another) for one, another in (ends, ends[::-1])):
             return pair, _OF_ANOTHER
-        return None  # linears of different inputs are multiplied for many reasons
+        # Linears of different inputs are multiplied for many reasons, unless both pass through a function.
+        return (pair, _OF_OTHERS) if all(side.bends for side in sides) else None
     functions = [name or ", ".join(sorted(side.names)) for name, side in zip(known, sides, strict=True)]
     return pair, _why(ends, functions, any(side.mixed for side in sides))
 
@@ -117,6 +124,7 @@ def _side(argument: Any) -> _Side | None:
         elif is_pointwise(node):
             if node.target not in CASTS:
                 side.names.add(str(node.target).split(".")[1])
+            side.bends |= node.target in NONLINEAR
             waiting += node.all_input_nodes
         elif is_apart(node) is not None:
             side.ends.add(node)

@@ -21,7 +21,7 @@ from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.dims import SELECTS, is_over_last, permutation, selection
 from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, forms, read
-from ...operands import holds, tensor
+from ...operands import holds, same_shape, tensor
 from ...reasons import Reason
 from . import log_probabilities
 from .logits import Logits, is_as_wide, product_of, walk
@@ -41,6 +41,10 @@ _OTHERS = {
     "sigmoid": _BINARY, "softplus": _BINARY, "binary_cross_entropy": _BINARY,
     "binary_cross_entropy_with_logits": _BINARY, "multilabel_soft_margin_loss": _BINARY,
 }  # fmt: skip
+_RETURNED = Reason.LOSS(
+    "the graph ends with exponentials of the logits and a mask of them, as where masked_select, which ends "
+    "it, selects some"
+)
 #: What makes other things than losses as well: probabilities of routers, gates, decays.
 _OF_ROUTERS = ("softmax", "exp", "logsumexp")
 _OF_GATES = ("sigmoid", "softplus", "log_sigmoid")
@@ -121,6 +125,8 @@ def written_out(node: fx.Node) -> Unsupported | None:
     losses, ends = behind(linear)
     if losses or not ends:
         return None  # those are sites of their own
+    if _is_returned(op):
+        return Unsupported(node, Rejected(_RETURNED))
     if op.name in _OTHERS:
         return Unsupported(node, Reason.LOSS.rejected(_OTHERS[op.name], "F.cross_entropy(logits, labels)"))
     if not is_over_last(op):
@@ -162,8 +168,17 @@ def _is_loss(op: Op, linear: fx.Node) -> bool:
     if op.name in ("softmax", "exp", "sigmoid") and not _reaches(
         op.node, lambda each: each.name in ("log", "gather", "take_along_dim")
     ):
-        return False
+        return _is_returned(op) and known_true(classes == rows)
     return op.name not in _OF_GATES or _reaches(op.node, _is_number)
+
+
+def _is_returned(op: Op) -> bool:
+    """Whether the graph ends with exponentials and with a mask of them."""
+    made, last = tensor(op.node), op.node.graph.output_node()
+    if op.name != "exp" or last not in op.node.users or made is None:
+        return False
+    returned = [value for value in map(tensor, last.all_input_nodes) if value is not None]
+    return any(x.dtype == torch.bool and same_shape(x.shape, made.shape) for x in returned)
 
 
 def _linear_before(node: Any, steps: int = 8) -> fx.Node | None:

@@ -82,13 +82,13 @@ def masked(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
     for x, by in ((first, second), (second, first)):
         if not isinstance(x, fx.Node) or not isinstance(by, fx.Node) or not is_floating(x):
             continue
-        mask = _mask(by) if _has_size_of(x, node) and _has_size_of(by, node) else None
+        mask = mask_in(by) if _has_size_of(x, node) and _has_size_of(by, node) else None
         if mask is not None:
             return x, *mask
     return None
 
 
-def _mask(node: fx.Node) -> tuple[fx.Node, float] | None:
+def mask_in(node: fx.Node) -> tuple[fx.Node, float] | None:
     """The bool tensor that a node casts and multiplies by a number, and the number."""
     scale = 1.0
     while (found := tensor(node)) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from ...operands import tensor
 from ...reasons import Reason, Said
 from .adapters import adapter_of, step, times_tensor, weighted
 from .columns import parts_of
+from .masks import mask_in
 
 aten = torch.ops.aten
 
@@ -73,6 +73,8 @@ def alone(up: fx.Node) -> Said:
     """Why the result of an adapter is not part of a sum of products."""
     node = up
     for _ in range(8):
+        if not node.users:
+            return Reason.NO_BASE("nothing reads the result of the two products")
         if len(node.users) != 1:
             return _read_elsewhere(node)
         (user,) = node.users
@@ -80,8 +82,10 @@ def alone(up: fx.Node) -> Said:
             return Reason.NO_BASE("this graph returns the result of the two products as it is")
         by = _other_factor(user, node)
         if by is not None and times_tensor(user) is None:
-            if any(reader.dtype == torch.bool for reader in _sources(by)):
-                return Reason.BEHIND_ADAPTER("a mask is applied to the result of the adapter")
+            if mask_in(by) is not None:
+                return Reason.BEHIND_ADAPTER(
+                    "a mask is applied to the result of the adapter, or to its gradient"
+                )
             how = "divided" if user.target in DIV else "multiplied"
             if not additions_behind([user]):
                 return Reason.NO_BASE(
@@ -132,12 +136,3 @@ def _other_factor(user: fx.Node, node: fx.Node) -> fx.Node | None:
     first, second = user.args
     by = second if first is node else first if user.target in MUL else None
     return by if isinstance(by, fx.Node) and tensor(by) is not None else None
-
-
-def _sources(node: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    found = tensor(node)
-    if found is not None:
-        yield found
-        if depth:
-            for other in node.all_input_nodes:
-                yield from _sources(other, depth - 1)

@@ -33,9 +33,11 @@ aten = torch.ops.aten
 
 #: Anchors.
 BASES = (
-    aten.embedding.default, aten.convolution.default, aten.bmm.default, aten.repeat.default,
-    aten.expand.default, aten._fft_c2r.default,
+    aten.embedding.default, aten.convolution.default, aten.bmm.default, aten.baddbmm.default,
+    aten.repeat.default, aten.expand.default, aten._fft_c2r.default,
 )  # fmt: skip
+#: Batches of products: of the second one, what is added to them comes first.
+_BATCHES = (aten.bmm.default, aten.baddbmm.default)
 EMBEDDING = Reason.NO_MATRIX(
     "the adapter belongs to an embedding, whose base is a look-up and not a matrix product"
 )
@@ -93,17 +95,16 @@ def candidates(bases: Sequence[fx.Node]) -> Iterator[Candidate]:
 
 def _of_up(up: fx.Node) -> str:
     """Why a second product of an adapter is not fused; "" if it is none."""
-    if up.target is aten.bmm.default:
+    if up.target in _BATCHES:
         first, (count, rank, columns) = _narrow(up)
         inner: Any = 0
         if (packed := product(first)) is not None:  # the experts share x: each A has some columns of one
             inner = packed.inner if known_true(value(packed.node).shape[1] == count * rank) else 0
-        elif isinstance(first, fx.Node) and first.target is aten.bmm.default:
-            x: Any = first.args[0]
-            inner = value(x).shape[2]
+        elif isinstance(first, fx.Node) and first.target in _BATCHES:
+            inner = value(_batch_operands(first)[0]).shape[2]
         if is_low_rank(rank, inner, columns):
             return BATCH if _is_added(up, (*_TURNED, *RESHAPES, *_SUMS), first) else ""
-        return MERGED if _is_merged(up.args[1]) else ROTATED if _rotates(up) else ""
+        return MERGED if _is_merged(_batch_operands(up)[1]) else ROTATED if _rotates(up) else ""
     if up.target is aten._fft_c2r.default:
         return CIRCULANT if _is_added(up, (*_TURNED, *RESHAPES, *CASTS)) else ""
     if up.target in (aten.repeat.default, aten.expand.default):
@@ -128,12 +129,11 @@ def _narrow(up: fx.Node) -> tuple[Any, tuple[Any, Any, Any]]:
 
     It is the left one, unless only the right one is a product: the samples may be columns.
     """
-    left: Any = up.args[0]
-    right: Any = up.args[1]
+    left, right = _batch_operands(up)
     first, second = _turned(_core(left)), _turned(_core(right))
     count, rows, columns = value(up).shape
-    is_right = product(first) is None and getattr(first, "target", None) is not aten.bmm.default
-    is_right = is_right and isinstance(second, fx.Node) and second.target is aten.bmm.default
+    is_right = product(first) is None and getattr(first, "target", None) not in _BATCHES
+    is_right = is_right and isinstance(second, fx.Node) and second.target in _BATCHES
     return (
         (second, (count, value(right).shape[1], rows))
         if is_right
@@ -154,6 +154,10 @@ def _is_added(node: fx.Node, passed: Sequence[Any], first: Any = None) -> bool:
     ends = [user for each in waiting for user in each.users if user.target not in passed]
     own = [] if first is None else _batch_operands(first)
 
+    added = _turned(_core(node.args[0]))
+    if node.target is aten.baddbmm.default and _is_base(added, own, value(node).numel()):
+        return True
+
     def has_base(addition: fx.Node) -> bool:
         return first is None or any(_is_base(term, own, value(addition).numel()) for term in _terms(addition))
 
@@ -165,11 +169,10 @@ def _rotates(node: fx.Node) -> bool:
 
     The blocks are no activations: a linear attention looks the same otherwise.
     """
-    x: Any = node.args[0]
-    blocks: Any = node.args[1]
+    x, blocks = _batch_operands(node)
     source = _turned(x)
-    while isinstance(source, fx.Node) and source.target is aten.bmm.default:  # which is rotated before (BOFT)
-        source = _turned(source.args[0])
+    while isinstance(source, fx.Node) and source.target in _BATCHES:  # which is rotated before (BOFT)
+        source = _turned(_batch_operands(source)[0])
     _, rank, columns = value(blocks).shape
     width = value(source).shape[-1] if tensor(source) is not None and value(source).dim() else 0
     sizes = all(isinstance(size, int) for size in (rank, columns, width))
@@ -204,7 +207,7 @@ def _is_base(term: Any, own: Sequence[fx.Node], size: Any) -> bool:
         return False
     if summands(term):
         return any(_is_base(each, own, size) for each in _terms(term))
-    if term.target is not aten.bmm.default:
+    if term.target not in _BATCHES:
         return term.target in BASES or product(term) is not None
     sides = zip(own, _batch_operands(term), strict=False)
     return known_true(value(term).numel() == size) and any(identity(a) == identity(b) for a, b in sides)
@@ -231,8 +234,8 @@ def _is_merged(matrices: Any) -> bool:
     """Whether the right operand of a batch of products has products of low rank in it."""
     for term, _ in summands(_turned(_core(matrices))):
         found = _turned(_core(term))
-        if isinstance(found, fx.Node) and found.target is aten.bmm.default:
-            left: Any = found.args[0]
+        if isinstance(found, fx.Node) and found.target in _BATCHES:
+            left = _batch_operands(found)[0]
             if is_low_rank(value(left).shape[2], *value(found).shape[1:]):
                 return True
     return False

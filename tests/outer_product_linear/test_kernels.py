@@ -45,7 +45,7 @@ def test_machine_code(name: str, dtype: str, arch: int) -> None:
     from inductor_fusions.fusions.outer_product_linear import kernels, launch
 
     fn, size = getattr(kernels, f"{name}_kernel"), {"bf16": 2, "fp32": 4}[dtype]
-    tile = dict((launch.LINEAR if name == "linear" else launch.PACK)[size])
+    tile = dict(launch.LINEAR if name == "linear" else launch.PACK[size])
     warps, stages = tile.pop("num_warps"), tile.pop("num_stages", 3)
     tile.update(BLOCK_Q=launch.BLOCK_Q[size], ONE=True, TF32=size == 4)
     tile = {key: value for key, value in tile.items() if key in fn.arg_names}

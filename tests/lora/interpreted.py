@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -183,12 +184,12 @@ def errors(name: str) -> float:
     scales = [0.5 + i for i in range(len(a))]
     if case.large:
         a, scales = [right * 2048 for right in a], [64 * scale for scale in scales]
-    if case.columns:
-        decode.default = lambda shape: case.config  # type: ignore[assignment]
-        decode.capability = lambda device: 80  # the interpreter waits for no kernel
-        return _linear_error(case, x, a, scales)
-    narrow.default = lambda shape: case.config  # type: ignore[assignment]
-    return _narrow_error(case, x, a, scales)
+    error = _linear_error if case.columns else _narrow_error
+    with (
+        mock.patch.object(decode if case.columns else narrow, "default", lambda shape: case.config),
+        mock.patch.object(decode, "capability", lambda device: 80),  # the interpreter waits for no kernel
+    ):
+        return error(case, x, a, scales)
 
 
 def _narrow_error(case: Case, x: torch.Tensor, a: list[torch.Tensor], scales: list[float]) -> float:

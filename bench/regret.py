@@ -2,9 +2,9 @@
 
     python -m bench.regret --json bench/results/regret_tables.json
 
-Left out are each width in turn, in every section (of attention each shape), and each GPU: its problems, of
-kinds that other GPUs have rows of, are decided from those rows and judged by its own. Of each row: is a
-kernel chosen, and what does it gain?
+Left out are each width in turn, in every section (of attention each shape), of a table that is alone and of
+one beside those of other GPUs; and each GPU: its problems, of kinds that other GPUs have rows of, are decided
+from those rows and judged by its own. Of each row: is a kernel chosen, and what does it gain?
 
 No device is needed. What the configurations of grouped GEMMs lose: `bench.tile_model`.
 """
@@ -94,25 +94,30 @@ def gains(section: str, row: Row) -> dict[str, float]:
     return dict(gain) if isinstance(gain, dict) else {section: float(gain)}
 
 
-def widths_left_out(table: Table, name: str) -> dict[str, Loss]:
-    """Of each section, every width estimated from the others."""
+def widths_left_out(table: Table, name: str, others: dict[str, Table]) -> dict[str, Loss]:
+    """Of each section, every width estimated from the others, and from the tables of other devices."""
     found: dict[str, Loss] = {}
     device = torch.device("cuda" if name != "cpu" else "cpu")
     for section, width in WIDTHS.items():
         rows = [row for row in table.get(section, ()) if gains(section, row)]
         for left_out in dict.fromkeys(map(width, rows)):
             kept = [row for row in table[section] if width(row) != left_out]
-            with only({name: Table({**table, section: kept})}, name):
+            with only({**others, name: Table({**table, section: kept})}, name):
                 for row in rows:
                     if width(row) == left_out:
                         found.setdefault(section, Loss()).add(*outcome(section, row, device))
     return found
 
 
+def other_gpus(found: dict[str, Table], name: str) -> dict[str, Table]:
+    """The tables of the other GPUs."""
+    return {each: table for each, table in found.items() if each not in (name, "cpu")}
+
+
 def devices_left_out(found: dict[str, Table], name: str) -> dict[str, Loss]:
     """Every row of this GPU that other GPUs have comparable rows of, decided from those."""
     losses: dict[str, Loss] = {}
-    others = {each: table for each, table in found.items() if each not in (name, "cpu")}
+    others = other_gpus(found, name)
     for section in WIDTHS:
         same = SECTIONS[section].same
         kinds = {same(row) for table in others.values() for row in table.get(section, ())}
@@ -148,12 +153,14 @@ def measure(names: list[str]) -> Iterator[tuple[str, str, Loss]]:
     found = {name: table for name in names if (table := tables.load(name)) is not None}
     with config.patch(estimate=True, policy="profitable"):
         for name, table in found.items():
-            for section, loss in widths_left_out(table, name).items():
+            for section, loss in widths_left_out(table, name, {}).items():
                 yield f"{name}, one width left out", section, loss
-        for name in found:
-            if name != "cpu":
-                for section, loss in devices_left_out(found, name).items():
-                    yield f"{name}, from the rows of other GPUs", section, loss
+        for name in sorted(found.keys() - {"cpu"}):
+            for section, loss in widths_left_out(found[name], name, other_gpus(found, name)).items():
+                yield f"{name}, one width left out beside other GPUs", section, loss
+        for name in sorted(found.keys() - {"cpu"}):
+            for section, loss in devices_left_out(found, name).items():
+                yield f"{name}, from the rows of other GPUs", section, loss
 
 
 def main() -> None:

@@ -54,6 +54,8 @@ def sections(rows: Sequence[Json]) -> dict[str, list[Json]]:
             if "added" in row:
                 found["lora_accumulate"].append({**row["added"], "tokens": tokens, "gain": ratio})
             continue
+        if "block" not in row and "decode" not in row:
+            continue  # only its skinny GEMM was fused
         forward_row = row["kind"] == "forward"
         inner = [row["inner"]] if forward_row else list(row["outer"])
         outer = list(row["outer"]) if forward_row else [row["inner"]]

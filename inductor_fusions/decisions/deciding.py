@@ -16,7 +16,7 @@ from .. import config
 from ..reasons import Reason
 from . import tables
 from .devices import Source, carried, sources
-from .estimating import Estimate, distance, estimate
+from .estimating import Estimate, Nearby, distance, estimate
 from .measuring import measurer
 from .problems import FEW_ROWS, MARGIN, SECTIONS, Row
 from .tables import Measured
@@ -81,7 +81,8 @@ class Decision:
         source: where the decision comes from.
         gain, lower: the expected speedup over stock, and the lower end of the estimate.
         rows: the measured rows behind it, the nearest first.
-        device: the device of the rows, if it is another one.
+        device: the other device of the nearest row that is of another one.
+        elsewhere: how many rows are of other devices.
         reason: why the kernel is stock's.
         near: the distance of the nearest row that says something; infinite if there is none.
     """
@@ -92,6 +93,7 @@ class Decision:
     lower: float = 1.0
     rows: tuple[Row, ...] = ()
     device: str = ""
+    elsewhere: int = 0
     reason: str = ""
     near: float = field(default=math.inf, compare=False)
 
@@ -112,9 +114,11 @@ class Decision:
             where = " on this machine" if self.source == "this machine" else ""
             return f"{self.gain:.2f}x measured{where}"
         count = f"{len(self.rows)} measurement{'s' * (len(self.rows) != 1)}"
-        where = f" on {self.device}" if self.device else ""
+        where = f" on {self.device}" if self.elsewhere else " nearby"
+        if 0 < self.elsewhere < len(self.rows):
+            where = f" nearby, {self.elsewhere} of them on {self.device}"
         says = f"expected {self.gain:.2f}x, at least {self.lower:.2f}x"
-        return f"estimated from {count}{where or ' nearby'} ({says})"
+        return f"estimated from {count}{where} ({says})"
 
 
 _known: ContextVar[dict[Any, Any] | None] = ContextVar("inductor_fusions_decisions", default=None)
@@ -146,9 +150,10 @@ def decide(query: Query, device: torch.device, may_measure: bool = True) -> Deci
     """The kernel for a problem on a device.
 
     If there is a row of the problem, it decides. If the problem lies between two rows that differ only in the
-    number of tokens, both must be faster than stock. Otherwise the gain is estimated from rows nearby, then
-    from rows of other devices, and the lower end of the estimate must be no slower than stock. A problem far
-    from every row is measured on this machine if `config.measure` is set.
+    number of tokens, both must be faster than stock. Otherwise the gain is estimated from rows nearby, of
+    this device and of those of its compute capability, then from rows of other devices, and the lower end of
+    the estimate must be no slower than stock. A problem far from every row is measured on this machine if
+    `config.measure` is set.
 
     Args:
         may_measure: whether it may be measured.
@@ -186,9 +191,9 @@ def _from_tables(query: Query, device: torch.device) -> Decision:
         near = min(near, seen)
         if decision is not None:
             return replace(decision, near=near)
-        known = known or seen < math.inf
-        # Rows of the device itself say more than those of others.
-        if known and any(source.is_own for source in some):
+        known = seen < math.inf
+        # Rows of the device's own compute capability say more than those of others.
+        if known:
             break
     if known:
         reason = Reason.NOT_FASTER(f"not expected to be faster than stock on {name} at this shape")
@@ -320,8 +325,8 @@ def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, f
     seen = math.inf
     items: dict[str, list[tuple[Source, Measured]]] = {}
     for kernel in query.candidates:
-        found: list[tuple[float, float, int]] = []
-        items[kernel], doubt = [], 0.0
+        found: list[Nearby] = []
+        items[kernel] = []
         for source, apart, item in near:
             gain = item.gains.get(kernel)
             rule = None if gain is None else carried(source, query.section, kernel, item.row)
@@ -330,13 +335,11 @@ def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, f
             # The gain of a kernel that was wrong at a shape is 0, so that it is not chosen near it either.
             log = math.log(max(gain, 1e-3))
             differs = source.fills(section, query.row, item.row, kernel) - section.untuned(query.row)
-            found.append((apart, rule.of(log) + differs, len(items[kernel])))
+            found.append(Nearby(apart, rule.of(log) + differs, len(items[kernel]), rule.doubt))
             items[kernel].append((source, item))
-            doubt = max(doubt, rule.doubt)
-        at = [entry for entry in found if entry[0] == 0.0]
-        guess = estimate(
-            at or found, section.reach, section.each, math.hypot(doubt, section.doubt(query.row))
-        )
+        own = [row for row in found if not row.doubt]
+        at = [row for row in own or found if row.distance == 0.0]
+        guess = estimate(at or found, section.reach, section.each, section.doubt(query.row))
         if guess is None:
             continue
         here = all(items[kernel][number][0].is_here for number in guess.rows)
@@ -348,9 +351,13 @@ def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, f
         return None, seen
     kernel, guess = best
     chosen = [items[kernel][number] for number in guess.rows]
-    own = all(source.is_own for source, _ in chosen)
-    device = "" if own else chosen[0][0].name
+    others = [source.name for source, _ in chosen if not source.is_own]
     return Decision(
-        kernel, "estimated" if own else "another device", math.exp(guess.mean), math.exp(guess.lower),
-        tuple(item.row for _, item in chosen), device,
-    ), seen  # fmt: skip
+        kernel,
+        "another device" if len(others) == len(chosen) else "estimated",
+        math.exp(guess.mean),
+        math.exp(guess.lower),
+        tuple(item.row for _, item in chosen),
+        others[0] if others else "",
+        len(others),
+    ), seen

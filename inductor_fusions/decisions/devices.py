@@ -149,16 +149,15 @@ class Source:
 
 
 def sources(device: torch.device) -> Iterator[list[Source]]:
-    """The tables that count for a device: its own and this machine's; those of its capability; others."""
+    """The tables that count for a device: its own, this machine's and those of its capability; the others."""
     name = tables.device_name(device)
     own, here = tables.load(name), machine.load(device)
     first = [] if own is None else [Source(name, own if isinstance(own, Table) else Table(own))]
     if here is not None:
         first.append(Source(name, here, is_here=True))
-    if first:
-        yield first
     of = hardware(device)
     if of is None or of.capability < OLDEST:
+        yield first
         return
     others = []
     for other in tables.names():
@@ -166,7 +165,7 @@ def sources(device: torch.device) -> Iterator[list[Source]]:
         table = tables.load(other) if whose is not None and other != name else None
         if table is not None:
             others.append(Source(other, table if isinstance(table, Table) else Table(table), whose, of))
-    yield [source for source in others if source.is_alike]
+    yield [*first, *(source for source in others if source.is_alike)]
     yield [source for source in others if not source.is_alike]
 
 
@@ -184,7 +183,7 @@ class Carried:
 
 
 #: Of a device with the same kernels: for itself, for each doubling of multiprocessors and of bandwidth.
-_ALIKE, _PROCESSORS, _BANDWIDTH = 0.03, 0.1, 0.03
+_ALIKE, _PROCESSORS, _BANDWIDTH = 0.05, 0.1, 0.03
 #: cuDNN, which SDPA takes on 9.0, is up to 2.3 times as fast as the flash attention that others have.
 _FLASH = math.log(2.3)
 

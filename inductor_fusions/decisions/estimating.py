@@ -16,6 +16,23 @@ DOUBT = 0.02
 BELOW = 1.0
 
 
+@dataclass(frozen=True, order=True)
+class Nearby:
+    """A row from which an estimate may be made.
+
+    Attributes:
+        distance: of its problem, in doublings.
+        gain: the logarithm of its gain.
+        index: which row it is.
+        doubt: a standard deviation of the logarithm, as of a row of another device.
+    """
+
+    distance: float
+    gain: float
+    index: int
+    doubt: float = 0.0
+
+
 @dataclass(frozen=True)
 class Estimate:
     """An estimate of the logarithm of a gain.
@@ -41,28 +58,32 @@ def distance(a: Sequence[float], b: Sequence[float], weights: Sequence[float]) -
     return sum(w * abs(x - y) for w, x, y in zip(weights, a, b, strict=True))
 
 
-def estimate(
-    near: Iterable[tuple[float, float, int]], reach: float, each: float, further: float = 0.0
-) -> Estimate | None:
+def estimate(near: Iterable[Nearby], reach: float, each: float, further: float = 0.0) -> Estimate | None:
     """The estimate from rows.
 
+    A row of another device counts like one that is as many doublings further away as its doubt is worth. Of
+    rows that count alike the slowest are taken.
+
     Args:
-        near: of each row: its distance, the logarithm of its gain, its index.
+        near: the rows.
         reach: rows that are further away do not count.
         each: standard deviation for each doubling of distance.
         further: additional standard deviation.
     """
-    found = sorted(item for item in near if item[0] <= reach)[:NEAREST]
+
+    ranked = sorted((row.distance + row.doubt / each, row.gain, row) for row in near if row.distance <= reach)
+    found = [row for _, _, row in ranked[:NEAREST]]
     if not found:
         return None
-    weights = [1 / (SOFTEN + apart) for apart, _, _ in found]
+    weights = [1 / (SOFTEN + apart) for apart, _, _ in ranked[:NEAREST]]
 
     def average(values: Iterable[float]) -> float:
         return sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
 
-    mean = average(gain for _, gain, _ in found)
-    away = average(apart for apart, _, _ in found)
-    spread = average((gain - mean) ** 2 for _, gain, _ in found)
+    mean = average(row.gain for row in found)
+    away = average(row.distance for row in found)
+    spread = average((row.gain - mean) ** 2 for row in found)
     # The spread of a single row says nothing.
     own = (DOUBT + each * away) ** 2 * (1 + 1 / len(found))
-    return Estimate(mean, math.sqrt(spread + own + further**2), tuple(n for _, _, n in found), found[0][0])
+    doubt = math.sqrt(spread + own + average(row.doubt for row in found) ** 2 + further**2)
+    return Estimate(mean, doubt, tuple(row.index for row in found), found[0].distance)

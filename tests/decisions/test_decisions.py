@@ -270,15 +270,21 @@ def test_another_device(shelf: Callable[..., None]) -> None:
     shelf(**{H200: rows(({}, 1.5), ({"tokens": 2048}, 1.03), ({"tokens": 16}, 2.0))})
     found = decide(lora(), CUDA)
     assert (found.kernel, found.source, found.device) == ("lora", "another device", H200)
-    assert found.note.startswith(f"estimated from 1 measurement on {H200} (expected 1.47x, at least 1.39x)")
+    assert found.note.startswith(f"estimated from 1 measurement on {H200} (expected 1.47x, at least 1.37x)")
     assert decide(lora(tokens=2048), CUDA).kernel is None
     shelf(**{H200: rows(({}, 1.5), ({"tokens": 16}, 2.0))}, on=A100)
     assert decide(lora(), CUDA).kernel is None
     few = decide(lora(tokens=16), CUDA)
     assert few.kernel == "lora" and few.lower < few.gain == pytest.approx(math.sqrt(2.0))
-    # Rows of the device itself come first, also where they say no.
+    # Rows of the device itself count for more, those of the other one if they are nearer.
     shelf(**{H200: rows(({}, 1.5)), H100: rows(({"inner": [2048]}, 0.8))})
     assert decide(lora(), CUDA).kernel is None
+    shelf(**{H200: rows(({}, 0.8)), H100: rows(({"inner": [2048]}, 1.5))})
+    assert decide(lora(), CUDA).kernel is None
+    shelf(**{H200: rows(({}, 1.5)), H100: rows(({"inner": [2048]}, 1.4))})
+    found = decide(lora(), CUDA)
+    assert (found.kernel, found.source) == ("lora", "estimated")
+    assert found.note.startswith(f"estimated from 2 measurements nearby, 1 of them on {H200} (expected 1.4")
     # Half of the multiprocessors are full with half of the tokens.
     assert devices.known("nvidia_h200_mig_1g_18gb") is None
 

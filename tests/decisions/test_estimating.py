@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from inductor_fusions.decisions import bracket, estimating
+from inductor_fusions.decisions.estimating import Nearby
 from inductor_fusions.decisions.occupancy import idle_multiprocessors, wave_quantization
 
 
@@ -24,16 +26,26 @@ def test_bracket() -> None:
 def test_estimate() -> None:
     """Nearer rows count more; what is far, or differs, is in doubt; what is too far says nothing."""
     assert estimating.estimate([], 6.0, 0.02) is None
-    assert estimating.estimate([(6.1, 1.0, 0)], 6.0, 0.02) is None
+    one = Nearby(0.1, 0.3, 0)
+    assert estimating.estimate([replace(one, distance=6.1)], 6.0, 0.02) is None
     near, both, apart = (
         estimating.estimate(rows, 6.0, 0.02)
-        for rows in ([(0.1, 0.3, 0)], [(0.1, 0.3, 0), (1.0, 0.1, 1)], [(2.0, 0.3, 0)])
+        for rows in ([one], [one, Nearby(1.0, 0.1, 1)], [replace(one, distance=2.0)])
     )
     assert near is not None and both is not None and apart is not None
     assert near.mean == apart.mean == pytest.approx(0.3) and 0.2 < both.mean < 0.3
     assert near.doubt < apart.doubt and near.doubt < both.doubt and both.rows == (0, 1)
-    further = estimating.estimate([(0.1, 0.3, 0)], 6.0, 0.02, further=0.5)
+    further = estimating.estimate([one], 6.0, 0.02, further=0.5)
     assert further is not None and further.lower < 0 < near.lower
+
+
+def test_estimate_from_two_devices() -> None:
+    """A row of another device that is nearer counts for more, if its doubt is worth less than distance."""
+    own, doubtful = Nearby(2.0, 0.3, 0), Nearby(0.0, -0.1, 1, doubt=0.05)
+    found = estimating.estimate([own, doubtful], 6.0, 0.05)
+    assert found is not None and found.rows == (1, 0) and found.mean < 0.1
+    found = estimating.estimate([own, replace(doubtful, doubt=0.2)], 6.0, 0.05)
+    assert found is not None and found.rows == (0, 1) and found.mean > 0.1
 
 
 def test_occupancy() -> None:

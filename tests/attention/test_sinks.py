@@ -278,6 +278,23 @@ def test_sink_that_learns_is_a_mask_that_learns() -> None:
         check(attention(mask=window), fixed, slack=SLACK)
 
 
+class OfAModel(torch.nn.Module):
+    """Sinks are parameters, in inference too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = torch.nn.Parameter(rand(HEADS))
+
+    def forward(self, q, k, v):
+        return attention(mask=window)(q, k, v, self.sinks)
+
+
+def test_no_sink_learns_in_inference() -> None:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        seen = capture(OfAModel(), *qkv(Q_LEN, Q_LEN, grad=False))
+    assert [site.verdict for site in seen.sites] == ["fused"]
+
+
 def test_only_the_sink_learns() -> None:
     inputs = [*qkv(Q_LEN, Q_LEN, grad=False), rand(HEADS)]
     with flex_everywhere("flex"):

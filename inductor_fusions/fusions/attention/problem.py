@@ -104,9 +104,9 @@ class Problem:
 
     @property
     def mask_learns(self) -> bool:
-        """Whether any of these, or the sink, takes a gradient."""
+        """Whether any of these, or the sink, takes a gradient: in inference none does, nor a parameter."""
         sink = [] if self.sink is None else [self.sink[0]]
-        return any(map(takes_gradient, (*self.mask_nodes, *sink)))
+        return self.train and any(map(takes_gradient, (*self.mask_nodes, *sink)))
 
     @property
     def bare_output(self) -> bool:

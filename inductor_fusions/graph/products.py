@@ -107,7 +107,7 @@ def kind(node: fx.Node) -> Kind:
 def product(node: Any) -> Product | None:
     """Read an mm or an addmm; None for other nodes.
 
-    Inductor may pad the rows of a product to a multiple of 8 and slice the result
+    Inductor may pad the rows of a product to a multiple of 8, K with them, and slice the result
     (torch/_inductor/fx_passes/pad_mm.py). The slice is then the product of the matrices without padding.
     """
     if not isinstance(node, fx.Node) or tensor(node) is None:
@@ -172,15 +172,24 @@ def _of_padded_rows(node: fx.Node) -> fx.Node | None:
 
 def _without_padding(node: fx.Node, inner: fx.Node) -> Product | None:
     padded = product(inner)
-    a = _without_rows(padded.a) if padded is not None else None
-    if padded is None or a is None or not _same(value(a).shape[0], value(node).shape[0]):
+    of_a = zero_padding(padded.a) if padded is not None else None
+    if padded is None or of_a is None:
+        return None
+    a, columns, _ = of_a
+    b = padded.b
+    if not _same(columns, 0):  # K is padded as well
+        of_b = zero_padding(b)
+        if of_b is None or not _same(of_b[1], 0) or not _same(of_b[2], columns):
+            return None
+        b = of_b[0]
+    if not _same(value(a).shape[0], value(node).shape[0]):
         return None
     bias = padded.bias
     if bias is not None and value(bias).dim() == 2:
         bias = _without_rows(bias)
         if bias is None or not _same(value(bias).shape[0], value(a).shape[0]):
             return None
-    return Product(node, a, padded.b, bias, padded.scale)
+    return Product(node, a, b, bias, padded.scale)
 
 
 def _without_rows(node: fx.Node) -> fx.Node | None:

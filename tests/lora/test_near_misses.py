@@ -13,6 +13,7 @@ from inductor_fusions.fusions.lora.op import NARROW_MM
 from inductor_fusions.reasons import Reason
 from tests.block_mm.support import check, rand, run
 from tests.lora.spellings import WHOLE, linear, operands, peft_in_float32, targets
+from tests.support import padding
 from tests.support.arguments import named
 
 
@@ -196,6 +197,15 @@ def test_rows_and_ranks_that_inductor_pads() -> None:
     (call,) = seen.calls()
     (total,) = call.meta["val"] if isinstance(call.meta["val"], (list, tuple)) else [call.meta["val"]]
     assert list(total.shape) == list(seen.outputs[0].shape)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_all_sizes_that_inductor_pads(train: bool) -> None:
+    """Rows, rank and K at once: 100 tokens and a rank of 4 are multiples of 8 after padding only."""
+    x, w, a, b = (rand(*sizes) for sizes in ((100, 64), (48, 64), (4, 64), (48, 4)))
+    with padding.padded(0, share=1.0):
+        seen = check(lambda x, w, a, b: F.linear(x, w) + 2.0 * (x @ a.t() @ b.t()), (x, w, a, b), train=train)
+    assert seen.fused("lora") >= 1
 
 
 @pytest.mark.parametrize("name", ["in front", "ones", "one column less"])

@@ -40,7 +40,7 @@ from bench.docs_operations import (
     guards_section,
     loss_section,
 )
-from bench.docs_pieces import NOTICE, Json, anchor, table
+from bench.docs_pieces import Json, anchor, filled, table
 from bench.docs_steps import distributed_section, generate_section, steps_section
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,36 +53,7 @@ README_ADAPTERS = "lora_models_h200.json"
 TILES = "tile_model.json", "tile_model_lora.json"
 #: The device of the plots, as files name it.
 PLOTTED = "h200"
-PREFACE = f"""# Performance
 
-All measurements, including the cases that are slower. [measuring.md](measuring.md) says how to repeat them.
-
-- **stock**: `torch.compile` without the package.
-- **fused**: the same with the package, under the default policy.
-- **autotuned**: stock under `max-autotune-no-cudagraphs`, or under `max-autotune` in cases with CUDA
-  graphs. Where both were measured, `stock / fused` uses the faster of stock and autotuned.
-- **device**: the time on the device alone, with all launches queued beforehand. A model of many short
-  kernels is limited by the host, however fast its kernels are.
-- **by hand**: Llama with an attention function that calls `scaled_dot_product_attention(is_causal=True,
-  enable_gqa=True)` without a mask: in `padded` cases a lower bound, because it ignores padding. Windows,
-  documents, softcap and sinks: stock with `attn_implementation="flex_attention"`.
-- **without**: stock with each attention replaced by the sum of queries, keys and values. `stock / without`
-  is an upper bound for what a fusion of attention can gain.
-- **frozen**: the same model without adapters, the limit at which adapters cost nothing.
-- **sdpa path**: for cases with eager attention: stock on the same model with `attn_implementation="sdpa"`.
-- All variants of a case run in one process, in interleaved blocks whose order rotates. Times are medians;
-  the spread after ± is half of both interquartile ranges, added in quadrature. Models have real
-  configurations and random weights. A training case is a forward and a backward without the optimizer.
-  Memory is the peak of a step beyond weights and inputs. Ratios within {LEVEL:.0%} of 1 count as level, and
-  memory and compile time are listed as more if they exceed stock's by more than {MORE - 1:.0%}.
-"""
-
-
-#: What docs/performance.md says of the sections that it leaves out.
-OPERATIONS = """\
-Measurements of single operations are CSV files. [measurements.html](measurements.html) shows all of these
-rows in sortable tables, with the commands, and with memory, errors, compile times and kernels of the whole
-models. Open it from a checkout."""
 
 #: What is written of which results, in this order.
 SECTIONS: dict[str, Callable[[Json], str]] = {
@@ -137,11 +108,13 @@ def performance(results: Path, written: list[tuple[str, Path, str]]) -> str:
             rows = max((len(table.rows) for table in docs_tables.tables(text)), default=0)
             file = f"[{path.stem}.csv](../bench/results/{path.stem}.csv)"
             others.append([title, str(rows), file])
-    parts.append("\n\n".join(["## Rows of operations", OPERATIONS, table(("what", "rows", "file"), others)]))
-    titles = [part.partition("\n")[0].removeprefix("## ") for part in parts]
+    titles = [part.partition("\n")[0].removeprefix("## ") for part in parts] + ["Rows of operations"]
     contents = "Sections: " + "; ".join(f"[{title}](#{anchor(title)})" for title in titles) + "."
-    plots = docs_plots.shown(results, PLOTTED, "performance.md")
-    return "\n\n".join([NOTICE, PREFACE.strip(), contents, *plots, *parts]) + "\n"
+    shown = [contents, *docs_plots.shown(results, PLOTTED, "performance.md"), *parts]
+    return filled(
+        "performance.md", level=f"{LEVEL:.0%}", more=f"{MORE - 1:.0%}", sections="\n\n".join(shown),
+        operations=table(("what", "rows", "file"), others),
+    )  # fmt: skip
 
 
 def between(text: str, made: str, name: str) -> str:

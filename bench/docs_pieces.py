@@ -5,12 +5,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 Json = dict[str, Any]
 
 NOTICE = "<!-- Written by `python -m bench.docs` from bench/results/*.json. Do not edit. -->"
 NONE = "-"
+
+
+def filled(name: str, **parts: str) -> str:
+    """The text of a page: the template of this name in this folder, with parts in place of their {names}."""
+    text = Path(__file__).with_name(name).read_text("utf-8")
+    for part, value in parts.items():
+        text = text.replace(f"{{{part}}}", value)
+    return f"{NOTICE}\n\n{text}"
 
 
 def number(value: float | None, digits: int) -> str:

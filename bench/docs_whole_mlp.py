@@ -8,48 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.docs_linears import against_limit, pays
-from bench.docs_pieces import NOTICE, Json, fixed, get, grouped, listing, number, section
+from bench.docs_pieces import Json, filled, fixed, get, grouped, listing, number, section
 from bench.tuning_linears import gain
 from inductor_fusions.decisions.problems import MARGIN
-
-TEXT = """# An MLP in one kernel?
-
-    y = gelu(x W1 + b1) W2 + b2
-
-One kernel can compute the product, the bias and the activation of the first half, or the whole MLP. This
-page shows when either is faster, with measurements by `python -m bench.whole_mlp`.
-
-## What there is to gain
-
-With T tokens, width W, hidden width H and s bytes for each element, the two products take 4 T W H FLOPs in
-every form. Fusing saves only memory traffic of the hidden layer:
-
-| form | bytes of the hidden layer that are moved |
-| --- | ---: |
-| product, then bias and activation, then product | 4 s T H |
-| bias and activation in the first product | 2 s T H |
-| one kernel | 0 |
-
-Each step down saves 2 s T H bytes. Relative to the FLOPs, T and H cancel, so only the width matters: on a
-device with P FLOP/s and B bytes/s, 2 s T H bytes take s P / (2 W B) times as long as the products at peak
-rate. This is a large share for narrow layers, and a small one for wide layers.
-
-One kernel has costs that two do not have:
-
-- **Registers.** A thread block keeps the whole result of its T' tokens, T' x W float32 accumulators, until
-  the last hidden column. Above a few hundred columns only few tokens fit, and each thread block reads all
-  weights.
-- **Weights.** Each thread block reads both matrices, 2 s W H bytes, from the L2 cache. Two separate
-  products choose tiles for each matrix.
-- **Few tokens.** The loop over hidden columns is serial, so with few tokens few thread blocks have work. A
-  separate product is split over its columns.
-- **Training.** The backward reads the hidden layer before or after the activation, so it has to be
-  materialised or recomputed.
-
-Therefore the package has no fusion for whole MLPs. It fuses bias and activation as an epilogue
-(`linear_epilogue`) where a table shows a gain; stock can choose this too under `max_autotune`. The epilogue
-halves the traffic of the hidden layer and saves a launch, which matters for few tokens. It costs time if
-the activation is long, because a thread block computes it after its product, while the tensor cores idle."""
 
 COMMAND = """## Measurements
 
@@ -64,16 +25,16 @@ TITLES = {"up": "The first half: product, bias and activation", "mlp": "The whol
 
 def page(results: Path) -> str:
     """The text of docs/whole_mlp.md."""
-    parts = [NOTICE, TEXT.strip()]
+    parts = []
     for path in sorted(results.glob("whole_mlp_*.json")):
         parts.append(measurements(json.loads(path.read_text("utf-8"))))
-    if len(parts) == 2:
+    if not parts:
         parts.append(COMMAND.strip())
     for path in sorted(results.glob("projections_*.json")):
         parts += epilogues(json.loads(path.read_text("utf-8")))
     for path in sorted(results.glob("mlp_training_*.json")):
         parts += training(json.loads(path.read_text("utf-8")))
-    return "\n\n".join(parts) + "\n"
+    return filled("whole_mlp.md", measurements="\n\n".join(parts))
 
 
 def epilogues(data: Json) -> list[str]:

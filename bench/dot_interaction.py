@@ -31,7 +31,6 @@ from torch import nn
 
 from bench import device_table, interactions, tuning
 from bench.common import Json, interleave
-from bench.interactions import mlp
 from inductor_fusions.fusions import dot_interaction
 
 #: Samples of a thread block, and its warps.
@@ -77,12 +76,8 @@ ALONE: dict[str, tuple[type[nn.Module], str]] = {
 }  # fmt: skip
 
 
-class DLRM(nn.Module):
-    """A recommendation model whose interaction is the dot products of its features.
-
-    Dense features go through a bottom MLP of 13, 512, 256 and `width`; each sparse one is looked up in a
-    table of `entries` rows. The top MLP has 1024, 1024, 512, 256 and 1.
-    """
+class DLRM(interactions.DLRM):
+    """A recommendation model whose interaction is the dot products of its features."""
 
     def __init__(
         self,
@@ -91,18 +86,14 @@ class DLRM(nn.Module):
         entries: int = 1000,
         hidden: Sequence[int] = (1024, 1024, 512, 256),
     ) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(entries, width) for _ in range(sparse))
-        self.entries = entries
-        self.bottom = mlp(13, 512, 256, width)
+        top = width + (sparse + 1) * sparse // 2, *hidden
+        super().__init__(sparse, entries, (512, 256, width), top)
         self.interaction = Interaction()
-        self.top = mlp(width + (sparse + 1) * sparse // 2, *hidden, 1, last=nn.Sigmoid())
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """dense (rows, 13), sparse (rows, number of sparse features) of integers -> (rows, 1)."""
-        first = self.bottom(dense)
-        found = [table(sparse[:, i] % self.entries) for i, table in enumerate(self.tables)]
-        out: torch.Tensor = self.top(self.interaction(first, torch.stack([first, *found], dim=1)))
+        """As of `features` -> (rows, 1)."""
+        found = self.features(dense, sparse)
+        out: torch.Tensor = self.top(self.interaction(found[0], torch.stack(found, dim=1)))
         return out
 
 
@@ -153,10 +144,8 @@ def make(row: Row, device: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         model: nn.Module = DLRM(
             row.width, row.features - 1, 50 if small else 1000, (16, 8) if small else (1024, 1024, 512, 256)
         )
-        inputs: tuple[torch.Tensor, ...] = (
-            torch.rand(row.samples, 13).bfloat16(),
-            torch.randint(0, 2**31, (row.samples, row.features - 1)),
-        )
+        dense, sparse = interactions.draw(row.samples, row.features - 1)
+        inputs: tuple[torch.Tensor, ...] = dense.bfloat16(), sparse
     else:
         made, _ = ALONE[row.kind]
         model = Interaction() if made is Interaction else made(row.features)

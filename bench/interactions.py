@@ -57,6 +57,33 @@ def mlp(*widths: int, last: nn.Module | None = None) -> nn.Sequential:
     return nn.Sequential(*layers[:-1], last if last is not None else nn.ReLU())
 
 
+class DLRM(nn.Module):
+    """A recommendation model without the interaction of its features, which `forward` of a subclass has.
+
+    Args:
+        sparse: how many sparse features there are, each hashed by a modulus into a table of `entries` rows.
+        bottom: widths of the MLP behind the 13 dense features; the last one is that of all features.
+        top: widths of the MLP behind the interaction, its input first and without the 1 at the end.
+    """
+
+    def __init__(self, sparse: int, entries: int, bottom: Sequence[int], top: Sequence[int]) -> None:
+        super().__init__()
+        self.entries = entries
+        self.tables = nn.ModuleList(nn.Embedding(entries, bottom[-1]) for _ in range(sparse))
+        self.bottom = mlp(13, *bottom)
+        self.top = mlp(*top, 1, last=nn.Sigmoid())
+
+    def features(self, dense: torch.Tensor, sparse: torch.Tensor) -> Tensors:
+        """dense (rows, 13), sparse (rows, number of sparse features) of integers -> each (rows, width)."""
+        found = [table(sparse[:, i] % self.entries) for i, table in enumerate(self.tables)]
+        return [self.bottom(dense), *found]
+
+
+def draw(rows: int, sparse: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs of a DLRM: dense features (rows, 13), and integers (rows, sparse)."""
+    return torch.rand(rows, 13), torch.randint(0, 2**31, (rows, sparse))
+
+
 def step(call: Callable[..., Any], inputs: Sequence[torch.Tensor], module: nn.Module, to: Any) -> Tensors:
     """The result; with a cotangent, the gradients of the floating inputs and of the parameters as well."""
     with torch.set_grad_enabled(to is not None):

@@ -122,9 +122,10 @@ def gemms(is_gated: bool, x: torch.Tensor, first: torch.Tensor, second: torch.Te
     return {"gemms": all_of_them, "up": up, "hidden": hidden_gradient}
 
 
-def measure(row: Row, device: str, dtype: str, quick: bool) -> Json:
+def measure(row: Row, device: str, quick: bool) -> Json:
     """One row of the results."""
     torch.manual_seed(0)
+    dtype = "bfloat16" if device == "cuda" else "float32"
     width, hidden, is_gated = MODELS[row.model]
     shapes = [(2 * hidden if is_gated else hidden, width), (width, hidden)]
     shapes += [] if is_gated else [(hidden,), (width,)]
@@ -184,15 +185,10 @@ def limits(times: Json) -> Json:
 
 def main() -> None:
     """The command line."""
-    options = tuning.parser("bench.mlp_training", __doc__, parallel=False).parse_args()
-    dtype = "bfloat16" if options.device == "cuda" else "float32"
-    tuning.run(
-        "bench.mlp_training",
-        options,
-        grid(options.quick),
-        lambda row, *_: measure(row, options.device, dtype, options.quick),
+    tuning.script(
+        "bench.mlp_training", __doc__, grid, measure,
         lambda found: f"{found.get('device_us') or found['times_us']}, at most {found['limits']}",
-    )
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from torch import nn
 
 from bench import device_table, interactions, tuning
 from bench.common import DTYPES, Json
-from bench.interactions import mlp
 from inductor_fusions import config
 
 
@@ -36,33 +35,18 @@ class Pairs(nn.Module):
         return (z[:, :, None] * z[:, None, :]).flatten(1)
 
 
-class DLRM(nn.Module):
-    """A recommendation model whose interaction is the full outer product of its features.
-
-    Dense features go through a bottom MLP of 13, 512, 256, 64 and `width`; each sparse one is hashed by a
-    modulus into a table of `entries` rows. The top MLP has 512, 256 and 1.
-
-    Args:
-        sparse: how many sparse features there are.
-        hidden: widths of the top MLP.
-    """
+class DLRM(interactions.DLRM):
+    """A recommendation model whose interaction is the full outer product of its features."""
 
     def __init__(
-        self, width: int = 16, sparse: int = 26, entries: int = 1000, hidden: tuple[int, int] = (512, 256)
+        self, width: int = 16, sparse: int = 26, entries: int = 1000, hidden: Sequence[int] = (512, 256)
     ) -> None:
-        super().__init__()
-        self.entries = entries
-        self.tables = nn.ModuleList(nn.Embedding(entries, width) for _ in range(sparse))
-        self.bottom = mlp(13, 512, 256, 64, width)
+        super().__init__(sparse, entries, (512, 256, 64, width), (((sparse + 1) * width) ** 2, *hidden))
         self.pairs = Pairs()
-        count = (sparse + 1) * width
-        self.top = mlp(count * count, *hidden, 1, last=nn.Sigmoid())
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """dense (rows, 13), sparse (rows, number of sparse features) of integers -> (rows, 1)."""
-        found = [table(sparse[:, i] % self.entries) for i, table in enumerate(self.tables)]
-        features = torch.cat([self.bottom(dense), *found], dim=1)
-        out: torch.Tensor = self.top(self.pairs(features))
+        """As of `features` -> (rows, 1)."""
+        out: torch.Tensor = self.top(self.pairs(torch.cat(self.features(dense, sparse), dim=1)))
         return out
 
 
@@ -119,9 +103,8 @@ def make(row: Row, device: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     dtype = DTYPES[row.dtype]
     if row.kind == "dlrm":
         model: nn.Module = DLRM()
-        inputs: tuple[torch.Tensor, ...] = (
-            torch.rand(row.rows, 13).to(dtype), torch.randint(0, 2**31, (row.rows, 26)),
-        )  # fmt: skip
+        dense, sparse = interactions.draw(row.rows, 26)
+        inputs: tuple[torch.Tensor, ...] = dense.to(dtype), sparse
     else:
         model = nn.Sequential(Pairs(), nn.Linear(row.features**2, row.columns))
         inputs = (torch.randn(row.rows, row.features).to(dtype),)

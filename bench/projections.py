@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bench.common import DTYPES, apart
+from bench import tuning_linears
+from bench.common import DTYPES
 from inductor_fusions.worker.linears import multiplied
 
 Tensors = list[torch.Tensor]
@@ -197,21 +197,11 @@ def problem(row: Row, operands: Operands) -> Any:
 
 
 Run = Callable[[Operands], Tensors]
-_numbers = itertools.count()
 
 
 def compiled(row: Row, fn: Callable[..., Tensors], operands: Operands, **options: Any) -> Run:
-    """A function under `torch.compile`, compiled for `operands`.
-
-    Dynamo keeps what it compiled by code object: each candidate has one of its own, or it would get the
-    kernel of the one before.
-    """
-
-    def call(a: Tensors, b: Tensors) -> Tensors:
-        return fn(row, a, b)
-
-    own = apart(call, f"candidate_{next(_numbers)}")
-    run = torch.compile(own, dynamic=False, **options)
+    """A function under `torch.compile`, compiled for `operands`."""
+    run = tuning_linears.compiled(fn, row, **options)
     run(operands.a, operands.b)
     return lambda one: run(one.a, one.b)  # type: ignore[no-any-return]
 

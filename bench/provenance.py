@@ -11,34 +11,12 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from bench.common import Json
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def device_name(device: str) -> str:
-    """The accelerator's name, or the processor's with the number of threads that torch uses."""
-    if device == "cuda":
-        return str(torch.cuda.get_device_name())
-    name = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass
-    return f"{name}, {torch.get_num_threads()} threads"
+from inductor_fusions.decisions import machine
 
 
 def commit() -> str | None:
@@ -102,14 +80,14 @@ def _under_load(command: Sequence[str]) -> str:
 
 def environment(device: str, module: str) -> Json:
     """The header of a results file: device, versions, clocks, commit, date and the command that made it."""
-    header: Json = {"schema": 1, "device": device_name(device)}
+    header: Json = {"schema": 1, "device": machine.device_title(torch.device(device))}
     if device == "cuda":
         header["capability"] = list(torch.cuda.get_device_capability())
         header["cuda"] = torch.version.cuda
         header["cudnn"] = torch.backends.cudnn.version()
     header["torch"] = str(torch.__version__)
     for package in ("triton", "transformers"):
-        header[package] = _version(package)
+        header[package] = machine.version(package) or None
     header["python"] = platform.python_version()
     header["commit"], header["clocks_mhz"] = commit(), clocks(device)
     header["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")

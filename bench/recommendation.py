@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
-from bench import dot_interaction, outer_product
-from bench.cases import Case, ModuleWork, Tensors, Work
+from bench import dot_interaction, interactions, outer_product
+from bench.cases import Case, ModuleWork, Work
 from bench.common import Json
 from bench.model_cases import CONFIGS
 
@@ -23,8 +23,6 @@ MODELS: dict[str, type[outer_product.DLRM | dot_interaction.DLRM]] = {
 }
 #: Sizes that a CPU compiles and runs in seconds.
 SMALL = {"width": 4, "sparse": 4, "entries": 50, "hidden": (16, 8)}
-#: Dense features, and where the integers of the sparse ones end.
-DENSE, LARGEST = 13, 2**31
 
 
 def options(interaction: str, small: bool = False) -> Json:
@@ -45,16 +43,16 @@ def build(interaction: str, small: bool = False) -> torch.nn.Module:
     return model
 
 
-def draw(rows: int, sparse: int) -> Tensors:
-    """Dense features (rows, 13), and integers (rows, sparse)."""
-    return torch.rand(rows, DENSE), torch.randint(0, LARGEST, (rows, sparse))
-
-
 def work(interaction: str, rows: int, dtype: str, train: bool, small: bool, device: str) -> Work:
     """A model on a device."""
     sparse = options(interaction, small)["sparse"]
     return ModuleWork(
-        partial(build, interaction, small), None, partial(draw, rows, sparse), dtype, train, device
+        partial(build, interaction, small),
+        None,
+        partial(interactions.draw, rows, sparse),
+        dtype,
+        train,
+        device,
     )
 
 

@@ -59,7 +59,7 @@ from bench.lora.rows import ALONE, Row, grid, odd_grid
 from bench.lora.spellings import ADDED, Operands, Tensors, make, reference
 from bench.lora.table import write_table
 from bench.pool import FileLock
-from bench.tuning_linears import as_graph, count_of_sets, gain, set_up
+from bench.tuning_linears import as_graph, count_of_sets, gain, set_up, settled
 from inductor_fusions.checking.budget import worst
 
 #: Configurations that are measured to the end, after a first look.
@@ -179,11 +179,7 @@ def time_all(
     """Time stock, the limits and the best candidates side by side."""
     ranked = sorted((n for n in looked if n in choices), key=looked.__getitem__)
     wanted = [n for n in runs if n not in choices or n in ranked[:FINALISTS]]
-    calls = {name: as_graph(runs[name], sets, device) for name in wanted}
-    rounds, block = (3, 1e-3) if quick else (15, 4e-3)
-    for name, timing in interleave(calls, device, rounds, block).items():
-        result["times_us"][name] = round(timing.median * 1e6 / len(sets), 3)
-        result["spread"][name] = round(timing.spread, 4)
+    result |= settled({n: as_graph(runs[n], sets, device) for n in wanted}, device, quick, len(sets))
 
 
 def conclude(row: Row, device: str, result: Json, choices: dict[str, Choice], seen: Seen) -> None:

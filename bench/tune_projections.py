@@ -54,7 +54,7 @@ from bench.projections import (
     stock,
     unfused,
 )
-from bench.tuning_linears import as_graph, checked_rows, count_of_sets, gain, plain_gain, set_up
+from bench.tuning_linears import as_graph, checked_rows, count_of_sets, gain, plain_gain, set_up, settled
 from inductor_fusions.checking.budget import worst
 from inductor_fusions.decisions import problems
 
@@ -153,14 +153,11 @@ def time_all(
                     result["wrong"][name] = f"error {error:.2e}, allowed {allowed:.2e}"
                     continue
             calls[name] = as_graph(run, sets, device)
-    rounds, block = (3, 1e-3) if quick else (15, 4e-3)
     look = interleave({n: c for n, c in calls.items() if n in configs or n == "stock"}, device, 3, 1e-3)
     result["first_us"] = {n: round(t.median * 1e6 / len(sets), 3) for n, t in look.items()}
     ranked = sorted((n for n in look if n in configs), key=lambda n: look[n].median)
     final = {n: c for n, c in calls.items() if n not in configs or n in ranked[:FINALISTS]}
-    for name, timing in interleave(final, device, rounds, block).items():
-        result["times_us"][name] = round(timing.median * 1e6 / len(sets), 3)
-        result["spread"][name] = round(timing.spread, 4)
+    result |= settled(final, device, quick, len(sets))
 
 
 # Tables ------------------------------------------------------------------------------------------------

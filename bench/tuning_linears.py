@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from bench.common import Json
+from bench.common import Json, apart, interleave, microseconds
 
 #: Operands of one graph together, as a multiple of the L2 cache.
 PAST_L2 = 2.5
@@ -18,6 +19,7 @@ CHECKED_ROWS = 64
 
 #: One set of operands.
 O = TypeVar("O")
+_numbers = itertools.count()
 
 
 def count_of_sets(operands: Sequence[torch.Tensor], device: str) -> int:
@@ -44,6 +46,22 @@ def as_graph(run: Callable[[O], Any], sets: Sequence[O], device: str) -> Callabl
         for one in sets:
             run(one)
     return graph.replay
+
+
+def compiled(fn: Callable[..., Any], row: Any, **options: Any) -> Callable[..., Any]:
+    """`fn(row, ...)` under `torch.compile`, behind code of its own: another candidate gets other kernels."""
+
+    def call(*args: Any) -> Any:
+        return fn(row, *args)
+
+    own = apart(call, f"candidate_{next(_numbers)}")
+    return torch.compile(own, dynamic=False, **options)  # type: ignore[no-any-return]
+
+
+def settled(calls: Mapping[str, Callable[[], object]], device: str, quick: bool, sets: int) -> Json:
+    """The times of one call, and spreads, of graphs that call it on so many sets."""
+    rounds, block = (3, 1e-3) if quick else (15, 4e-3)
+    return microseconds(interleave(calls, device, rounds, block), sets, 3)
 
 
 def checked_rows(x: torch.Tensor) -> torch.Tensor:

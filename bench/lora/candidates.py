@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -13,7 +12,8 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from bench.common import DTYPES, Json, apart
+from bench import tuning_linears
+from bench.common import DTYPES, Json
 from bench.lora.rows import ALONE, Row
 from bench.lora.spellings import ADDED, FUNCTIONS, Operands, Tensors, frozen, narrow_product
 
@@ -24,18 +24,12 @@ EVERY = 64
 
 
 Run = Callable[[Operands], Tensors]
-_numbers = itertools.count()
 O = TypeVar("O")
 
 
 def compiled(row: Row, fn: Callable[..., Tensors], operands: Operands, **options: Any) -> Run:
     """A function under `torch.compile`, compiled for `operands`; with its backward, for a step."""
-
-    def call(x: Tensors, w: Tensors, a: Tensors, b: Tensors) -> Tensors:
-        return fn(row, x, w, a, b)
-
-    own = apart(call, f"candidate_{next(_numbers)}")
-    compiled_call = torch.compile(own, dynamic=False, **options)
+    compiled_call = tuning_linears.compiled(fn, row, **options)
 
     def run(one: Operands) -> Tensors:
         if row.kind != "step":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -13,7 +12,8 @@ from .._inductor import known_true, max_autotune
 from ..decisions import Span
 from ..decisions.tables import dtype_name
 from ..fusion import LeftToStock, Rejected, Reported
-from ..graph.products import SPLITS, VIEWS, Product, identity, product
+from ..graph.products import Product, identity, product
+from ..graph.sharing import is_view, readers
 from ..operands import tokens_of, value
 from ..reasons import Reason, Said
 from .heuristics import choose, decided
@@ -124,18 +124,11 @@ def read_elsewhere(what: str, users: Iterable[fx.Node], reason: str = "the backw
         users: the other readers; views among them are looked through.
         reason: what it is saved for, if the graph returns it.
     """
-    found = [each for user in users for each in ([user] if user.op == "output" else _behind_views(user))]
+    found = [each for user in users for each in (readers(user) if is_view(user) else [user])]
     if any(user.op == "output" for user in found):
         return Reason.USED_ELSEWHERE(f"{what} is returned, or saved for {reason}")
     names = sorted({called(user) for user in found})
     return Reason.USED_ELSEWHERE(f"{what} is read more than once, by {' and '.join(names)}")
-
-
-def _behind_views(node: fx.Node) -> list[fx.Node]:
-    """A node; or its readers, if it is a view or takes a tensor apart."""
-    if node.target not in VIEWS | SPLITS | {operator.getitem}:
-        return [node]
-    return [each for user in node.users for each in _behind_views(user)]
 
 
 def check_products(products: Sequence[Product]) -> None:

@@ -9,7 +9,7 @@ from torch import fx
 
 from ..fusion import Candidate
 from ..graph.builder import Builder, substitute
-from ..graph.products import RESHAPES, aten, is_pointwise, products, readers
+from ..graph.products import RESHAPES, aten, is_pointwise, products, users_behind
 from ..operands import value
 from . import guards
 
@@ -20,7 +20,7 @@ def candidates(graph: fx.Graph) -> Iterator[Candidate]:
     Readers of a product look through reshapes. Each einsum that is a product has one of these behind it.
     """
     for found in products(graph):
-        for node in list(readers(found.node, RESHAPES)):
+        for node in list(users_behind(found.node, RESHAPES)):
             sizes = _sizes(node)
             if sizes is not None:
                 yield Reshaped(node, sizes)

@@ -51,7 +51,7 @@ def folder() -> Path:
 def identity(device: torch.device) -> dict[str, str]:
     """The header of a device's file, without the date."""
     return {
-        "device": _device(device),
+        "device": device_title(device),
         "torch": str(torch.__version__),
         "triton": version("triton"),
         "driver": _driver() if device.type == "cuda" else "",
@@ -64,7 +64,8 @@ def file_name(device: torch.device) -> str:
     return f"{tables.device_name(device)}-{found[:12]}.json"
 
 
-def _device(device: torch.device) -> str:
+def device_title(device: torch.device) -> str:
+    """The accelerator's name, or the processor's with the number of threads that torch uses."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     name = platform.processor() or platform.machine()

@@ -33,9 +33,9 @@ from ..graph.products import (
     is_pointwise,
     product,
     products_of,
-    readers,
     through,
     unviewed,
+    users_behind,
 )
 from ..operands import known_size, tensor, value
 from ..reasons import Reason
@@ -104,7 +104,7 @@ def _linears_before(activations: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _has_nonlinear_tail(node: fx.Node, steps: int = _STEPS) -> bool:
     """Whether an operation of an activation is among the pointwise ones that follow a node."""
-    for user in readers(node, RESHAPES | CASTS):
+    for user in users_behind(node, RESHAPES | CASTS):
         if not is_pointwise(user):
             continue
         if user.target in _NONLINEAR or (steps and _has_nonlinear_tail(user, steps - 1)):
@@ -177,7 +177,7 @@ def _check_saving(linear: fx.Node) -> None:
 def _not_stored(linear: fx.Node) -> list[fx.Node]:
     """The ends of a linear's pointwise tail, if stock stores no result of the tail; else nothing."""
     count, tail, ends = str(value(linear).numel()), {linear}, list[fx.Node]()
-    waiting, seen = list(readers(linear)), set[fx.Node]()
+    waiting, seen = list(users_behind(linear)), set[fx.Node]()
     heapq.heapify(waiting)
     while waiting and len(seen) < _MOST_STEPS:
         node = heapq.heappop(waiting)  # in graph order: all of the tail before it is known
@@ -190,7 +190,7 @@ def _not_stored(linear: fx.Node) -> list[fx.Node]:
             whole = found is not None and str(found.numel()) == count
             if whole and not any(_depends(x, tail) for x in node.all_input_nodes if x not in own):
                 tail.add(node)
-                for user in readers(node):
+                for user in users_behind(node):
                     heapq.heappush(waiting, user)
                 continue
         elif not _is_computed_with_operands(node):
@@ -233,7 +233,7 @@ class LinearEpilogue(Candidate):
     def guard(self) -> None:
         guards.check_products([self.product])
         count = value(self.anchor).numel()
-        for user in readers(self.anchor, RESHAPES | CASTS):
+        for user in users_behind(self.anchor, RESHAPES | CASTS):
             if user.op == "output":
                 continue
             found = tensor(user)

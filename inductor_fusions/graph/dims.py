@@ -1,12 +1,13 @@
 """Reads what an operation does to the dims of a tensor, in Dynamo's graph or in one of aten operations.
 
-It may put them into another order (`permutation`), reduce some of them (`reduced`), or take some of their
-elements (`selection`): `select`, `narrow`, slices, indices, and the parts of `split`, `chunk` and `unbind`
-take all of a dim, a range, or one number.
+It may put them into another order (`permutation`), reduce some of them (`reduced`, `reduction_at`), or take
+some of their elements (`selection`): `select`, `narrow`, slices, indices, and the parts of `split`, `chunk`
+and `unbind` take all of a dim, a range, or one number.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +95,68 @@ def is_over_last(op: Op) -> bool:
     """Whether a softmax or a reduction is over the last dim alone."""
     value = tensor(op.input)
     return value is not None and reduced(op)[0] == (value.dim() - 1,)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A reduction that a node holds.
+
+    Attributes:
+        op: the reduction.
+        dims: over which, as `reduced` has them.
+        keeps: whether a dim of size 1 is in the place of what is reduced: it is kept, or appended again.
+        nodes: from the node that holds it to the reduction.
+        overwrites: whether one of them overwrites what it reads.
+    """
+
+    op: Op
+    dims: tuple[int, ...] | None
+    keeps: bool
+    nodes: tuple[fx.Node, ...]
+    overwrites: bool
+
+    @property
+    def dim(self) -> int | None:
+        """The dim, if it is over one."""
+        return self.dims[0] if self.dims and len(self.dims) == 1 else None
+
+    def of(self, source: Any) -> tuple[fx.Node, ...]:
+        """The nodes that reduce a tensor, a `detach` of it among them; none if another one is reduced."""
+        by = read(self.op.input)
+        if by is not None and by.name == "detach" and by.input is source:
+            return (*self.nodes, by.node)
+        return self.nodes if self.op.input is source else ()
+
+
+def reduction_at(node: Any, names: Collection[str], step: Callable[[Op, bool], Any]) -> Reduction | None:
+    """The reduction that a node holds, perhaps with a dim of size 1 that is appended to it.
+
+    Args:
+        names: of the reductions.
+        step: from an operation in between, and whether a dim was appended behind it, the node that is looked
+            at next; None if the operation changes the values.
+    """
+    nodes: list[fx.Node] = []
+    appended = overwrites = False
+    while (op := read(node)) is not None:
+        nodes.append(op.node)
+        overwrites |= op.inplace
+        if op.name in names:
+            dims, kept = reduced(op)
+            keeps = kept is not appended and (not appended or is_over_last(op))
+            return Reduction(op, dims, keeps, tuple(nodes), overwrites)
+        if not appended and appends_dim(op):
+            appended, node = True, op.input
+        else:
+            node = step(op, appended)
+    return None
+
+
+def picked(op: Op) -> Any:
+    """What `detach` is of, and `.values` or `[0]`, as of the result of `max` over a dim; None of others."""
+    values = op.name == "getattr" and op["name"] == "values"
+    values |= op.name == "getitem" and op["index"] == 0
+    return op.input if values or op.name == "detach" else None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import fx
 
 from ..reasons import Reason
 from .facts import move
-from .products import VIEWS, Product, operands_of, readers
+from .products import VIEWS, Product, operands_of, users_behind
 
 aten = torch.ops.aten
 
@@ -80,7 +80,7 @@ def find(
     if members & roots:
         raise Reason.ORDER.rejected("one of the products is an operand of another")
     earliest = _first_behind(roots, after)
-    users = [user for p in products for user in readers(p.node)]
+    users = [user for p in products for user in users_behind(p.node)]
     if earliest is not None and users and min(users) < earliest:
         raise Reason.ORDER.rejected(
             "the result of one product is used before the operands of another are computed",

@@ -322,12 +322,14 @@ def identity(node: fx.Node) -> tuple[Any, ...]:
     return (base, tuple(casts), shape)
 
 
-def readers(node: fx.Node, targets: frozenset[Any] | None = None) -> Iterator[fx.Node]:
-    """The users of a value, through operations of `targets` (views, if None), which are not yielded."""
+def users_behind(node: fx.Node, targets: frozenset[Any] = VIEWS) -> Iterator[fx.Node]:
+    """The users of a value, through operations of `targets`, which are not yielded.
+
+    `sharing.readers` says what reads the memory of a value: through all of its views and parts.
+    """
     for user in node.users:
-        follows = kind(user).view if targets is None else user.target in targets
-        if follows and user.op == "call_function" and user.args[0] is node:
-            yield from readers(user, targets)
+        if user.op == "call_function" and user.target in targets and user.args[0] is node:
+            yield from users_behind(user, targets)
         else:
             yield user
 

@@ -14,6 +14,7 @@ import torch._dynamo
 from devtools import cuda_codegen
 from inductor_fusions import config, decisions
 from tests.attention.support import flex_everywhere
+from tests.support.errors import relative
 
 #: Two blocks of queries and of keys, the second not whole; several samples, which share no mask.
 B, H, S, D = 2, 2, 200, 16
@@ -79,4 +80,4 @@ def errors(name: str) -> list[float]:
     grads = torch.autograd.grad(exact, wide, torch.ones_like(exact), allow_unused=True)
     expected = [exact.detach(), *(g for g in grads if g is not None)]
     found = [made.outputs, *(g for g in made.grads if g is not None)]
-    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)]
+    return [relative(x, y) for x, y in zip(found, expected, strict=True)]

@@ -13,6 +13,7 @@ import torch._dynamo
 from devtools import cuda_codegen
 from inductor_fusions import config, ops
 from inductor_fusions.fusions.attention.short import plan
+from tests.support.errors import relative
 
 
 @dataclass(frozen=True)
@@ -154,12 +155,7 @@ def errors(name: str) -> dict[str, float]:
     exact = by_hand(case, wide, wide_masks)
     leaves = [*wide, *(m for m in wide_masks if m.requires_grad)]
     grads = torch.autograd.grad(exact, leaves, torch.ones_like(exact))
-    found = {"out": relative(made.outputs, exact)}
+    found = {"out": relative(made.outputs, exact, 1e-3)}
     for i, (mine, right) in enumerate(zip(made.grads, grads, strict=True)):
-        found[f"grad {i}"] = relative(mine, right)
+        found[f"grad {i}"] = relative(mine, right, 1e-3)
     return found
-
-
-def relative(found: torch.Tensor, right: torch.Tensor) -> float:
-    assert found.shape == right.shape, (found.shape, right.shape)
-    return float((found.double() - right).norm() / right.norm().clamp(min=1e-3))

@@ -14,6 +14,7 @@ import torch
 import inductor_fusions
 from inductor_fusions import config, testing
 from inductor_fusions.fusions import stock_misfires
+from tests.support.errors import relative
 
 pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 
@@ -162,11 +163,11 @@ def test_divisor(name: str) -> None:
     inputs = four(8)
     run = testing.capture(DIVIDED[name], *inputs, train=False, policy="profitable")
     true = DIVIDED[name](*[x.detach().double() for x in inputs])
-    assert error(run.outputs, true) < 1e-6
+    assert relative(run.outputs, true) < 1e-6
     ignored = mock.patch.object(stock_misfires, "patterns_ignore_the_scale", lambda: True)
     with ignored, config.patch(attention=False):
         run = testing.capture(DIVIDED[name], *inputs, backend=testing.EAGER_AFTER_PASSES)
-    assert error(run.outputs, true) < 1e-6
+    assert relative(run.outputs, true) < 1e-6
     assert len(run.fused) == (not name.startswith("by sqrt(head_dim)"))
 
 
@@ -185,16 +186,11 @@ def test_divisor_that_is_a_tensor() -> None:
             with pytest.raises(RuntimeError, match="Optional"):
                 stock()
         else:
-            assert error(stock().outputs, true) < 1e-6
+            assert relative(stock().outputs, true) < 1e-6
     with config.patch(attention=False):
         run = stock()
-    assert error(run.outputs, true) < 1e-6
+    assert relative(run.outputs, true) < 1e-6
     assert len(run.fused) == torch.__version__.startswith(RAISE)
-
-
-def error(found: torch.Tensor | None, true: torch.Tensor) -> float:
-    assert found is not None
-    return float((found.double() - true).norm() / true.norm())
 
 
 def errors(name: str, train: bool, **options: Any) -> tuple[float, testing.Capture]:
@@ -205,10 +201,10 @@ def errors(name: str, train: bool, **options: Any) -> tuple[float, testing.Captu
     run = testing.capture(function, *inputs, train=train, policy="profitable", **options)
     doubles = [x.detach().double().requires_grad_(train) for x in inputs]
     true = function(*doubles)
-    found = [error(run.outputs, true.detach())]
+    found = [relative(run.outputs, true.detach())]
     if train:
         grads = torch.autograd.grad(true, doubles, run.cotangents[0].double(), allow_unused=True)
-        found += [error(run.grads[str(i)], g) for i, g in enumerate(grads) if g is not None]
+        found += [relative(run.grads[str(i)], g) for i, g in enumerate(grads) if g is not None]
     return max(found), run
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,14 @@ import pytest
 
 from bench import docs, docs_models, docs_pieces, docs_plots, docs_reliability, docs_tables, mlp_training
 from bench.provenance import environment
+from tests.support.processes import start
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_figures_are_those_of_the_results() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.docs", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = start("-m", "bench.docs", "--check")
     assert done.returncode == 0, done.stderr
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import pytest
 from bench import docs, docs_models, docs_pieces
 from inductor_fusions import cli, config
 from inductor_fusions import fusions as fusions_of_the_package
+from tests.support.processes import start
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -51,8 +50,7 @@ def test_site(tmp_path: Path) -> None:
     """The site builds without a warning: links, anchors, and the docstrings of the API."""
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = start("-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "inductor_fusions.explain" in (tmp_path / "reference.html").read_text()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.gpu.templates import TEMPLATES, Template
+from tests.support.errors import relative
 from tests.support.packages import skip_unless_they_load
 from tests.torch_features.test_export import elsewhere
 
@@ -25,10 +26,6 @@ class Function(torch.nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         return self.function(*inputs)
-
-
-def error(found: torch.Tensor, true: torch.Tensor) -> float:
-    return float((found.double() - true).norm() / true.norm())
 
 
 @pytest.mark.parametrize("name", [name for name, each in TEMPLATES.items() if each.kernels])
@@ -54,4 +51,4 @@ def test_package(name: str, tmp_path: Path) -> None:
     for ours, eager, exact in zip(*found, strict=True):
         assert ours.dtype == eager.dtype and ours.shape == eager.shape
         slack = 16 if ours.dtype == torch.float32 else 2
-        assert error(ours, exact) <= 2 * error(eager, exact) + slack * torch.finfo(ours.dtype).eps
+        assert relative(ours, exact) <= 2 * relative(eager, exact) + slack * torch.finfo(ours.dtype).eps

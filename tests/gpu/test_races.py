@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.templates import LARGE, TEMPLATES, Template, compiled, differentiated
+from tests.support.errors import relative
 
 pytestmark = pytest.mark.gpu
 
@@ -25,10 +26,6 @@ def template(request: pytest.FixtureRequest) -> Template:
     if 10 * major + minor < found.least:
         pytest.skip(f"needs compute capability {found.least / 10}")
     return found
-
-
-def relative(found: Tensor, true: Tensor) -> float:
-    return float((found.double() - true).norm() / true.norm())
 
 
 def different(found: list[Tensor], expected: list[Tensor]) -> Tensor:

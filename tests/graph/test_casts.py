@@ -22,6 +22,7 @@ from inductor_fusions.fusions.dot_interaction import triangles
 from inductor_fusions.graph.builder import Builder
 from tests.block_mm.support import rand, run
 from tests.support.arguments import named
+from tests.support.errors import relative
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -103,10 +104,6 @@ def matrices(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return tuple(rand(*shape, dtype=dtype, grad=False) / 4 for shape in shapes)
 
 
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
-
-
 @pytest.mark.parametrize("rounded", [name for name, (dtype, cast) in LOSSY.items() if not taken_out(name)])
 @pytest.mark.parametrize("name", LINEARS)
 def test_linears(name: str, rounded: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +118,7 @@ def test_linears(name: str, rounded: str, monkeypatch: pytest.MonkeyPatch) -> No
     wanted, without = function(cast, *inputs), function(lambda x: x, *inputs)
     assert {site.fusion for site in seen.sites if site.verdict == "fused"} <= allowed
     assert found.dtype == wanted.dtype
-    assert distance(found, wanted) < distance(without, wanted) / 3
+    assert relative(found, wanted) < relative(without, wanted) / 3
 
 
 def kept(x: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,7 @@ from inductor_fusions import reporting
 from tests.gpu import judging
 from tests.gpu.collecting import chosen
 from tests.gpu.reading import Placed
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes import start
 
 #: Programs: one that is right, one that a fusion makes wrong, one that ends its process, one that loses
 #: the GPU, one at whose compile nothing runs any more, with the fusions or without; others behind them.
@@ -125,11 +122,10 @@ def test_programs(tmp_path: Path) -> None:
     to do."""
     tests, report = tmp_path / "test_programs.py", tmp_path / "report.json"
     tests.write_text(PROGRAMS)
-    command = [sys.executable, "-m", "tests.gpu.programs", "--device", "cpu", "--budget", "240"]
-    command += ["--json", str(report), str(tests)]
+    command = ("-m", "tests.gpu.programs", "--device", "cpu", "--budget", "240", "--json", str(report))
 
     def run() -> tuple[dict[str, object], str]:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+        done = start(*command, str(tests))
         assert done.returncode == 1, done.stdout + done.stderr
         (row,) = json.loads(report.read_text())["rows"]
         return row, done.stdout

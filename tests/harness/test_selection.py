@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 
 from tests import durations, selection
 from tests.selection import select, stage
+from tests.support.processes import start
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -145,9 +145,8 @@ def run(folder: Path, *args: str) -> str:
     )
     seconds = {"test_some.py::test_known": 1.0, "test_some.py::test_dear": 9.0}
     (folder / "durations.json").write_text(json.dumps({"functions": seconds}))
-    command = [sys.executable, "-m", "pytest", "-v", "-pno:cacheprovider", *args, "."]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True).stdout
+    command = ["-m", "pytest", "-v", "-pno:cacheprovider", *args, "."]
+    return start(*command, folder=folder, PYTEST_ADDOPTS="").stdout
 
 
 def test_a_folder_that_is_named_as_a_marker(tmp_path: Path) -> None:
@@ -162,9 +161,7 @@ def test_a_folder_that_is_named_as_a_marker(tmp_path: Path) -> None:
         str(folder),
         str(ROOT / "tests" / "conftest.py"),
     ]
-    command = [sys.executable, "-m", "pytest", "-q", "-pno:cacheprovider", *items]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    output = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True).stdout
+    output = start("-m", "pytest", "-q", "-pno:cacheprovider", *items, folder=folder).stdout
     assert "1 passed, 1 skipped" in output, output
 
 

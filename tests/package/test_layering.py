@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import start
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "inductor_fusions"
@@ -264,9 +263,7 @@ def test_layers_allow(module: str, source: str) -> None:
 
 def run_python(code: str) -> str:
     """Run code in a fresh process without a GPU and return what it printed."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    done = start("-c", code, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -8,14 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
 
 from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
-from ...graph.dims import appends_dim, reduced
-from ...graph.torch_ops import Op, read, tensor
+from ...graph.dims import picked, reduction_at
+from ...graph.torch_ops import Op, tensor
 from ...reasons import Reason
 from .arrangement import Arrangement
 from .masks import is_fill, is_one_or_zero
@@ -154,40 +153,22 @@ class ScoreReader(Walk):
 
     def _of_rows(self, node: Any, scores: Any, at: Arrangement) -> str:
         """The reduction, such as the largest score of each row, that a node holds and serves for; or ""."""
-        own, current, dropped = [], node, False
-        whole = tensor(scores)
-        if len(at.columns) != 1:
+
+        def step(op: Op, appended: bool) -> Any:
+            expands = op.name in ("expand", "expand_as", "broadcast_to") and not appended
+            return op.input if expands else picked(op)
+
+        found = reduction_at(node, _OF_ROWS, step)
+        own = () if found is None or tensor(scores) is None else found.of(scores)
+        if found is None or len(at.columns) != 1 or any(len(readers(each)) != 1 for each in own):
             return ""
-        while isinstance(current, fx.Node) and whole is not None:
-            op = read(current)
-            if op is None or len(readers(current)) != 1:
-                return ""
-            own.append(current)
-            if op.name in _OF_ROWS:
-                dims, keep = reduced(op)
-                over_keys = dims == at.columns
-                over_all = op.name != "logsumexp" and dims is None and tensor(current) is not None
-                source, detached = op.input, read(op.input)
-                if detached is not None and detached.name == "detach" and len(readers(source)) == 1:
-                    own.append(source)
-                    source = detached.input
-                if source is not scores or not (over_all or (over_keys and keep is not dropped)):
-                    return ""
-                self.beside.update(own)
-                self.maxima.update(own if over_keys and op.name in ("amax", "max") else ())
-                return op.name
-            if op.name in ("expand", "expand_as", "broadcast_to") and not dropped:
-                current = op.input
-                continue
-            if not dropped and at.columns[0] == whole.dim() - 1 and appends_dim(op):
-                dropped, current = True, op.input
-                continue
-            picks = op.name == "getattr" and op["name"] == "values"
-            picks |= op.name == "getitem" and op["index"] == 0
-            if not picks and op.name != "detach":
-                return ""
-            current = op.input
-        return ""
+        name, over_keys = found.op.name, found.dims == at.columns
+        over_all = name != "logsumexp" and found.dims is None and tensor(found.op.node) is not None
+        if not own or not (over_all or (over_keys and found.keeps)):
+            return ""
+        self.beside.update(own)
+        self.maxima.update(own if over_keys and name in ("amax", "max") else ())
+        return name
 
     def _function(self, op: Op, below: Below) -> Attention:
         """A function of one score, such as the tanh of a softcap."""

@@ -24,7 +24,7 @@ from torch import fx
 
 from ...effects.liveness import readers
 from ...fusion import Rejected
-from ...graph.dims import appends_dim, is_over_last, reduced
+from ...graph.dims import picked, reduced, reduction_at
 from ...graph.torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, Op, read, reads_metadata, tensor
 from ...operands import same_shape
 from ...reasons import Reason
@@ -115,13 +115,14 @@ def _of_logarithms(weights: fx.Node) -> Softmax | None:
     if source.name == "log_softmax":
         _check_only_reader(source.node, weights)
         return Softmax(weights, source.input, source.node, source["dim"], (source.node,))
-    total = read(source["other"]) if source.name == "sub" and source["alpha"] is None else None
-    if total is None or total.name != "logsumexp" or total.input is not source.input or not total["keepdim"]:
+    by = source["other"] if source.name == "sub" and source["alpha"] is None else None
+    total = reduction_at(by, ("logsumexp",), lambda op, appended: None)
+    if total is None or total.op.input is not source.input or not (total.keeps and total.op["keepdim"]):
         return None
     _check_only_reader(source.node, weights)
-    _check_only_reader(total.node, source.node)
-    nodes = source.node, total.node
-    return Softmax(weights, source.input, source.node, _dim_of(total), nodes, by_logsumexp=True)
+    _check_only_reader(total.op.node, source.node)
+    nodes = source.node, total.op.node
+    return Softmax(weights, source.input, source.node, total.dim, nodes, by_logsumexp=True)
 
 
 def _check_only_reader(node: fx.Node, reader: fx.Node) -> None:
@@ -222,28 +223,18 @@ def _zero_at(node: Any, count: float = 1.0) -> Zero | None:
     return Zero(count, op.name, negative.input, (negative.node, op.node))
 
 
-def _row_maximum(node: Any, scores: Any, dim: Any) -> list[fx.Node]:
-    """The nodes that compute the largest score of each row, or 0 if that is larger; [] for anything else."""
-    found: list[fx.Node] = []
-    while (op := read(node)) is not None and not op.inplace:
-        found.append(op.node)
-        if op.name in ("amax", "max"):
-            (over, keep), whole = reduced(op), tensor(op.input)
-            rank = 0 if whole is None else whole.dim()
-            same = isinstance(dim, int) and rank > 0 and over == (dim % rank,)
-            source = read(op.input)
-            if source is not None and source.name == "detach":
-                found.append(source.node)
-            given = op.input if source is None or source.name != "detach" else source.input
-            return found if given is scores and same and keep else []
+def _row_maximum(node: Any, scores: Any, dim: Any) -> tuple[fx.Node, ...]:
+    """The nodes that compute the largest score of each row, or 0 if that is larger; () for anything else."""
+
+    def step(op: Op, appended: bool) -> Any:
         raised = op.name in ("clamp", "clamp_min") and op["max"] is None and op["min"] in (0, 0.0)
-        picks = (op.name == "getattr" and op["name"] == "values") or (
-            op.name == "getitem" and op["index"] == 0
-        )
-        if not raised and not picks and op.name != "detach":
-            return []
-        node = op.input
-    return []
+        return op.input if raised else picked(op)
+
+    found, whole = reduction_at(node, ("amax", "max"), step), tensor(scores)
+    if found is None or found.overwrites or not (found.keeps and reduced(found.op)[1]):
+        return ()
+    same = whole is not None and isinstance(dim, int) and found.dims == (dim % whole.dim(),)
+    return found.of(scores) if same else ()
 
 
 @dataclass(frozen=True)
@@ -271,35 +262,29 @@ class Sums:
 
 def sums_at(node: Any) -> Sums | None:
     """The sums that a node holds, perhaps raised by a small number that avoids a division by zero."""
-    more, least, nodes, appended, zero = 0.0, 0.0, list[fx.Node](), False, None
-    while (op := read(node)) is not None and not op.inplace:
-        nodes.append(op.node)
-        number: Any = None
-        if op.name == "sum" and op["dtype"] is None:
-            keeps = reduced(op)[1] is not appended and (not appended or is_over_last(op))
-            return Sums(op.input, _dim_of(op), keeps, more, least, tuple(nodes), zero)
-        if appends_dim(op) and not appended and zero is None:
-            appended, node = True, op.input
-            continue
+    more, least, zero = 0.0, 0.0, None
+
+    def step(op: Op, appended: bool) -> Any:
+        nonlocal more, least, zero
+        number, source = op["other"], op.input
         if op.name == "add" and op["alpha"] is None:
-            number, node = op["other"], op.input
-            if not isinstance(node, fx.Node) or _zero_at(node) is not None:
-                number, node = node, number
+            if not isinstance(source, fx.Node) or _zero_at(source) is not None:
+                number, source = source, number
             if zero is None and not appended and (zero := _zero_at(number)) is not None:
-                continue
+                return source
             more += number if isinstance(number, float) else math.inf
-        elif op.name in ("clamp", "clamp_min") and op["max"] is None:
-            number, node = op["min"], op.input
-            least = max(least, number) if isinstance(number, float) else math.inf
-        else:
+            return source
+        if op.name not in ("clamp", "clamp_min") or op["max"] is not None:
             return None
-    return None
+        least = max(least, op["min"]) if isinstance(op["min"], float) else math.inf
+        return source
 
-
-def _dim_of(op: Op) -> int | None:
-    """The dim of a reduction over one."""
-    dims, _ = reduced(op)
-    return dims[0] if dims and len(dims) == 1 else None
+    found = reduction_at(node, ("sum",), step)
+    if found is None or found.overwrites or found.op["dtype"] is not None:
+        return None
+    if zero is not None and found.keeps is not reduced(found.op)[1]:
+        return None
+    return Sums(found.op.input, found.dim, found.keeps, more, least, found.nodes, zero)
 
 
 def twins(exp: Op) -> list[fx.Node]:

@@ -19,11 +19,11 @@ from ...graph.products import (
     is_floating,
     is_pointwise,
     product,
-    readers,
     restored,
     same_sizes,
     scaled,
     through,
+    users_behind,
     widens,
     zero_padding,
 )
@@ -121,7 +121,7 @@ def source(matrix: fx.Node) -> Source:
             found = Source(node.args[0], tuple(reversed(views)), scale)
         elif number is not None:
             before = source(number[0]).base
-            is_returned = any(user.op == "output" for user in readers(node))
+            is_returned = any(user.op == "output" for user in users_behind(node))
             if is_returned and is_pointwise(before) and len(before.users) == 1:
                 found = Source(node, tuple(reversed(views)), scale)
                 break

@@ -16,7 +16,7 @@ from ...fusion import Candidate, Rejected
 from ...graph.builder import substitute
 from ...graph.facts import facts
 from ...graph.placement import Place, find
-from ...graph.products import RESHAPES, Product, product, readers, restored, scaled
+from ...graph.products import RESHAPES, Product, product, restored, scaled, users_behind
 from ...operands import known_size, tokens_of, value
 from ...reasons import Reason
 from . import narrow, profit
@@ -107,7 +107,7 @@ def _only_for_weights(down: Product) -> bool:
     rank, inner = value(node).shape[1], value(down.a).shape[1]
     if not is_low_rank(rank) or (isinstance(inner, int) and inner <= 2 * rank):
         return False
-    for user in readers(node, RESHAPES):
+    for user in users_behind(node, RESHAPES):
         if user.target is NARROW_MM and user.args[4]:
             return True
         for reader in user.users if user.target in PERMUTES else ():

@@ -21,9 +21,9 @@ from ...graph.products import (
     is_pointwise,
     is_sum,
     product,
-    readers,
     summands,
     through,
+    users_behind,
 )
 from ...operands import tensor, value
 from ...reasons import Reason
@@ -185,7 +185,9 @@ def _rotates(node: fx.Node) -> bool:
             return False
         waiting += [] if each in seen else each.all_input_nodes
         seen.add(each)
-    last = [each for each in readers(node, frozenset((*_TURNED, *RESHAPES))) if product(each) is not None]
+    last = [
+        each for each in users_behind(node, frozenset((*_TURNED, *RESHAPES))) if product(each) is not None
+    ]
     return any(p is not None and p.inner == width for p in map(product, last))
 
 

@@ -25,7 +25,7 @@ from ...block_mm.heuristics import choose
 from ...block_mm.op import BLOCK_MM, Call
 from ...fusion import Candidate, Fusion, Rejected, Scope
 from ...graph.builder import Builder, substitute
-from ...graph.products import RESHAPES, is_pointwise, kind, readers, same_sizes, through
+from ...graph.products import RESHAPES, is_pointwise, kind, same_sizes, through, users_behind
 from ...operands import value
 from ...reasons import Reason
 from .recognise import MEANS, Norm, norm_of
@@ -146,7 +146,7 @@ FUSION = Fusion(
 def read(scope: Scope, match: Match) -> Candidate | None:
     """The norm of which this is the mean, if a kernel that could apply it reads it."""
     norm = norm_of(match.output_node())
-    users = list(dict.fromkeys(readers(norm.result, RESHAPES))) if norm is not None else []
+    users = list(dict.fromkeys(users_behind(norm.result, RESHAPES))) if norm is not None else []
     calls = [user for user in users if norm is not None and _takes(user, norm.result)]
     if norm is None or not calls:
         return None

@@ -82,7 +82,7 @@ PRIVATE_LAYERS = {
     "operations": set(),
     "ranks": {"shapes"},
     "bisector": set(),
-    "net": {"loading"},
+    "net": {"graphs", "loading"},
     "state": set(),
     "hooks": {"loading", "versions"},
     "graphs": {"shapes", "versions"},

@@ -18,16 +18,25 @@ from .sites import SCHEMA, Report, Site
 log = logging.getLogger(__name__)
 
 
-def key(sites: Sequence[Site]) -> str:
-    """Key of records: a hash of what was decided in the pass (backends are known later)."""
+#: The key of records of sites before autograd begins with it.
+JOINT = "joint_"
+
+
+def key(sites: Sequence[Site], joint: bool = False) -> str:
+    """Key of records: a hash of what was decided in the pass (backends are known later).
+
+    Args:
+        joint: whether the sites are from before autograd.
+    """
     plain = [{**asdict(site), "backend": ""} for site in sites]
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
+    return JOINT + digest if joint else digest
 
 
 def path_of(key: str) -> Path | None:
     """The file of a key; None if there is no cache folder."""
     folder = _inductor.cache_folder()
-    return None if folder is None else folder / "inductor_fusions" / key[:2] / f"{key}.json"
+    return None if folder is None else folder / "inductor_fusions" / key[-2:] / f"{key}.json"
 
 
 def write(sites: Sequence[Site], key: str) -> None:
@@ -46,7 +55,7 @@ def write(sites: Sequence[Site], key: str) -> None:
 
 def read(key: str) -> list[Site] | None:
     """The sites of a key; None if their file is missing or not understood."""
-    if not re.fullmatch("[0-9a-f]{32}", key):
+    if not re.fullmatch(f"({JOINT})?[0-9a-f]{{32}}", key):
         return None  # a key from a cache names a file, so its form is checked
     path = path_of(key)
     try:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import fx
 
@@ -120,15 +121,14 @@ class _Pending(threading.local):
     """The sites of the graph that is compiled by this thread, until Inductor compiles what became of it.
 
     Attributes:
-        sites: the sites, in order.
-        stored: whether a cache entry has their records.
-        counted: how often their records were counted before this compile.
+        sites: the sites before autograd, in order.
+        counted: how often each record of such sites was counted before this compile; None if the sites are
+            counted, or the pass did not run.
     """
 
     def __init__(self) -> None:
         self.sites: list[Site] = []
-        self.stored = True
-        self.counted = 0
+        self.counted: Counter[str] | None = None
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Ledger:
 
     entries: list[_Entry]
     counts: dict[str, Counter[str]]
-    pending: tuple[list[Site], bool, int]
+    pending: tuple[list[Site], Counter[str] | None]
 
     @property
     def fused(self) -> int:
@@ -153,8 +153,8 @@ class Ledger:
 def mark() -> Ledger:
     """Everything recorded up to now."""
     with _lock:
-        pending = (list(_pending.sites), _pending.stored, _pending.counted)
-        return Ledger(list(_entries), {name: _ours(name) for name in ("inductor", TAG)}, pending)
+        counts = {name: _ours(name) for name in ("inductor", TAG)}
+        return Ledger(list(_entries), counts, (list(_pending.sites), _pending.counted))
 
 
 def since(before: Ledger) -> Ledger:
@@ -170,7 +170,7 @@ def take_back(before: Ledger) -> Ledger:
     with _lock:
         found = since(before)
         remove(found)
-        _pending.sites, _pending.stored, _pending.counted = before.pending
+        _pending.sites, _pending.counted = before.pending
         return found
 
 
@@ -195,7 +195,7 @@ def put_back(ledger: Ledger) -> None:
         _entries.extend(ledger.entries)
         for name, counts in ledger.counts.items():
             _inductor.compile_counters()[name].update(counts)
-        _pending.sites, _pending.stored, _pending.counted = ledger.pending
+        _pending.sites, _pending.counted = ledger.pending
 
 
 def _ours(name: str) -> Counter[str]:
@@ -215,18 +215,22 @@ _pending = _Pending()
 _state = _State()
 
 
-def begin() -> None:
-    """Forget the pending sites: a new graph begins, or Dynamo restarts an abandoned attempt."""
-    _pending.sites, _pending.stored = [], True
+def begin(in_pass: bool = True) -> None:
+    """Forget the pending sites: a new graph begins, or Dynamo restarts an abandoned attempt.
+
+    Args:
+        in_pass: whether the pass before autograd runs. It does not if AOTAutograd's cache has the code.
+    """
+    _pending.sites, _pending.counted = [], _joint_records() if in_pass else None
 
 
 def keep_pending(sites: Sequence[Site]) -> None:
-    """Keep the sites of a pre-grad graph for `store`."""
+    """Keep the sites of a pre-grad graph for `store` or `served`."""
     if sites:
         _pending.sites = [*_pending.sites, *sites]
-        _pending.stored = False
-        _pending.counted = _times(records.key(_pending.sites))
-        _remember_key(sites, records.key(sites))
+        if _pending.counted is None:
+            _pending.counted = _joint_records()
+        _remember_key(sites, records.key(_pending.sites, joint=True))
 
 
 def store(graph: fx.Graph, own: Sequence[Site]) -> None:
@@ -241,25 +245,61 @@ def store(graph: fx.Graph, own: Sequence[Site]) -> None:
         own: the sites of this graph itself.
     """
     _name_backends(graph, _pending.sites)
-    batches: list[tuple[Sequence[Site], str]] = []
-    if not _pending.stored:
-        batches.append((_pending.sites, records.key(_pending.sites)))
-        # A cache may have served the forward of which this is the backward.
-        if _times(batches[0][1]) > _pending.counted:
-            batches.clear()
-    _pending.stored = True
+    stored: list[Site] = []
+    if _pending.counted is not None and _pending.sites:
+        stored += _count(_pending.sites, records.key(_pending.sites, joint=True))
+    _pending.counted = None
     if own:
-        batches.append((own, records.key(own)))
-        _remember_key(*batches[-1])
+        _remember_key(own, records.key(own))
+        stored += _count(own, records.key(own))
+    if stored:
+        _warn_if_nothing(stored)
+
+
+def served() -> None:
+    """If a cache has served the code of a graph whose sites are pending, count these.
+
+    The cache has counted the sites of the graph that filled it. Two graphs of which the same aten graph
+    became may have other sites before autograd, such as the same attention in other lines.
+    """
+    if _pending.counted is None:
+        return
+    others = _joint_records() - _pending.counted
+    if not others:
+        return
+    for name, count in others.items():
+        key = name.removeprefix(RECORD)
+        known = records.read(key) or []
+        for _ in range(count):
+            _count(known, key, -1)
+        if [_without_place(site) for site in known] == [_without_place(site) for site in _pending.sites]:
+            for site, same in zip(_pending.sites, known, strict=True):
+                site.backend = site.backend or same.backend
+    if _pending.sites:
+        _count(_pending.sites, records.key(_pending.sites, joint=True))
+    _pending.counted = None
+
+
+def _without_place(site: Site) -> tuple[Any, ...]:
+    return site.fusion, site.verdict, site.kernel, site.details
+
+
+def _count(sites: Sequence[Site], key: str, times: int = 1) -> Sequence[Site]:
+    """Count the fused sites and the key of their records, which are saved; returns the sites."""
     counters = _inductor.compile_counters()["inductor"]
-    for sites, key in batches:
-        for site in sites:
-            if site.verdict == "fused":
-                counters[f"fusions_{site.fusion}"] += 1
-        counters[RECORD + key] += 1
+    counters[RECORD + key] += times
+    for site in sites:
+        if site.verdict == "fused":
+            counters[f"fusions_{site.fusion}"] += times
+    if times > 0:
         records.write(sites, key)
-    if batches:
-        _warn_if_nothing([site for sites, _ in batches for site in sites])
+    return sites
+
+
+def _joint_records() -> Counter[str]:
+    """The counters of records of sites before autograd."""
+    counters = _inductor.compile_counters()["inductor"]
+    return Counter({name: n for name, n in counters.items() if name.startswith(RECORD + records.JOINT)})
 
 
 def _remember_key(sites: Sequence[Site], key: str) -> None:
@@ -268,11 +308,6 @@ def _remember_key(sites: Sequence[Site], key: str) -> None:
         entry = next((e for e in reversed(_entries) if e.site is sites[0]), None)
         if entry is not None:
             entry.batch = key
-
-
-def _times(key: str) -> int:
-    """How often records were counted."""
-    return int(_inductor.compile_counters()["inductor"][RECORD + key])
 
 
 _SDPA = re.compile(r"_scaled_dot_product_(?:fused_)?(\w+?)_attention")
@@ -323,7 +358,6 @@ def _restore() -> int:
     unknown = 0
     here = Counter(entry.batch for entry in _entries if entry.batch)
     counted = _counted()
-    _restore_backends(set(counted))
     for key, count in counted.items():
         missing = count - _seen[key] - here[key]
         sites = records.read(key) if missing > 0 else None
@@ -334,22 +368,6 @@ def _restore() -> int:
             for i, site in enumerate(sites):
                 _entries.append(_Entry(None, Site.from_dict(asdict(site)), "" if i else key))
     return unknown
-
-
-def _restore_backends(counted: set[str]) -> None:
-    """Read the backends of sites of this process whose code a cache served.
-
-    torch 2.11 runs the pre-grad passes before the cache look-up, so these sites are known without backends.
-    """
-    for start, entry in enumerate(_entries):
-        fused = [each.site for each in _entries[start:] if each.site.verdict == "fused"]
-        if entry.batch not in counted or all(site.backend for site in fused):
-            continue
-        kept = records.read(entry.batch) or []
-        sites = [each.site for each in _entries[start : start + len(kept)]]
-        if records.key(sites) == records.key(kept):
-            for site, known in zip(sites, kept, strict=True):
-                site.backend = site.backend or known.backend
 
 
 # -- where nothing was fused ----------------------------------------------------------------------

@@ -325,7 +325,8 @@ class _AfterPasses:
         self.graphs = graphs
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        self._transform(graph)
+        with _inductor.passes_over(graph):
+            self._transform(graph)
         self.graphs.append(graph)
         values = map(_inductor.value_of, graph.graph.nodes)
         symbolic = any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in values)

@@ -29,10 +29,11 @@ from .flex import flex_attention_op, flex_backward_op, flex_block_mask, flex_on_
 from .graphs import (
     changes,
     copied_graph,
-    is_body_of_dynamo,
+    is_body,
     module_path,
     numpy_name,
     only_traced_autograd_runs,
+    passes_over,
     remembered,
     remembering,
     rename,

@@ -25,19 +25,23 @@ def was_erased(node: fx.Node) -> bool:
     return bool(node._erased)
 
 
-def is_body_of_dynamo(graph: fx.Graph) -> bool:
-    """Whether a graph is the body of a higher-order operation that Dynamo traced.
+_bodies: ContextVar[frozenset[Any]] = ContextVar("inductor_fusions_bodies", default=frozenset())
 
-    The inputs of a graph that Dynamo hands to a backend carry "tensor_dict"; those of a body are
-    proxies that were created in the middle of tracing.
-    """
-    inputs = [node.meta for node in graph.nodes if node.op == "placeholder"]
-    owner = getattr(graph, "owning_module", None)
-    if "dynamo_compile_id" in getattr(owner, "meta", {}):
-        return False
-    return any("creation_timestamp" in meta for meta in inputs) and not any(
-        "tensor_dict" in m for m in inputs
-    )
+
+@contextlib.contextmanager
+def passes_over(model: fx.GraphModule) -> Iterator[None]:
+    """Inside, Inductor's passes before autograd run: on each graph that `model` runs, then on its own."""
+    inner = {each for each in model.modules() if isinstance(each, fx.GraphModule)}
+    token = _bodies.set(frozenset(inner - {model}))
+    try:
+        yield
+    finally:
+        _bodies.reset(token)
+
+
+def is_body(graph: fx.Graph) -> bool:
+    """Whether a graph before autograd is the body of a higher-order operation, inside of `passes_over`."""
+    return getattr(graph, "owning_module", None) in _bodies.get()
 
 
 def numpy_name(target: Any) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .graphs import passes_over
 from .loading import when_loaded
 
 _MODULE = "torch._inductor.compile_fx"
@@ -43,7 +44,8 @@ def put_around_compiles(around: Around, starts: Callable[[Any], None], keyed: Ca
     def run_pre_grad_passes(original: Any) -> Any:
         def call(model: Any, *args: Any, **kwargs: Any) -> Any:
             starts(model)
-            return original(model, *args, **kwargs)
+            with passes_over(model):
+                return original(model, *args, **kwargs)
 
         return call
 

@@ -86,14 +86,17 @@ def fake_mode_of(graph: fx.Graph) -> Any | None:
 
 
 def share_fake_mode(graph: fx.Graph) -> None:
-    """Give the values of a graph one FakeTensorMode.
+    """Give the values of a graph, and of those that it runs, one FakeTensorMode.
 
     `make_fx` with real inputs, whose graphs `torch._inductor.compile` takes, makes each value in a mode of
     its own, and no operation takes values of two modes.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
-    values = [value for value in map(value_of, graph.nodes) if isinstance(value, FakeTensor)]
+    owner = graph.owning_module
+    inner = [] if owner is None else [each for each in owner.modules() if isinstance(each, fx.GraphModule)]
+    nodes = [node for each in dict.fromkeys([graph, *(m.graph for m in inner)]) for node in each.nodes]
+    values = [value for value in map(value_of, nodes) if isinstance(value, FakeTensor)]
     mode = values[0].fake_mode if values else None
     if all(value.fake_mode is mode for value in values):
         return
@@ -105,7 +108,7 @@ def share_fake_mode(graph: fx.Graph) -> None:
             made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         return made.requires_grad_(value.requires_grad)
 
-    for node in graph.nodes:
+    for node in nodes:
         for key in node.meta.keys() & {"example_value", "val"}:
             node.meta[key] = pytree.tree_map_only(torch.Tensor, shared, node.meta[key])
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from .. import _inductor, config, decisions, reporting
-from .._inductor import CustomGraphPass, is_body_of_dynamo, trace_artifact
+from .._inductor import CustomGraphPass, is_body, trace_artifact
 from ..decisions import machine, tables
 from ..effects import inplace, modes
 from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Unfinished
@@ -66,7 +66,7 @@ class FusionPass(CustomGraphPass):
         if attempt is not None:
             attempt.enters(self.stage)
         left_out = attempt.left_out(self.stage) if attempt is not None else None
-        if self.stage == "pre_grad" and not is_body_of_dynamo(graph):
+        if self.stage == "pre_grad" and not is_body(graph):
             reporting.begin()
             _inductor.share_fake_mode(graph)
         watcher = watching.current()

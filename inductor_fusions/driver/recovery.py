@@ -40,7 +40,14 @@ def around(compile: Callable[..., Any], model: Any, inputs: Sequence[Any], *args
     """
     if attempts.current() is not None or not config.enabled or not isinstance(model, fx.GraphModule):
         return compile(model, inputs, *args, **kwargs)
-    trials = Trials(model, lambda: compile(model, list(inputs), *args, **kwargs), inputs)
+
+    def attempt() -> Any:
+        reporting.begin(in_pass=False)
+        compiled = compile(model, list(inputs), *args, **kwargs)
+        reporting.served()
+        return compiled
+
+    trials = Trials(model, attempt, inputs)
     inner = functools.partial(_inner, trials.cache_keys)
     args, kwargs = _inductor.with_inner_compile(inner, args, kwargs)
     if not _inductor.is_flat(model, inputs):
@@ -75,6 +82,7 @@ def _inner(
             if outer is not None:
                 outer.broken = error
             raise
+    reporting.served()
     key = _inductor.cache_key(compiled)
     if outer is not None and key:
         outer.graph_keys.append(key)

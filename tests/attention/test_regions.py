@@ -253,7 +253,22 @@ def test_conditional() -> None:
         return attend(q, k, v if flag else -v)
 
     for flag in (True, False):
-        check(fn, (torch.tensor(flag), *qkv()), fused=None, train=False, reference=plain)
+        seen = check(fn, (torch.tensor(flag), *qkv()), fused=2, train=False, reference=plain)
+        assert len(seen.sites) == 2, seen.sites
+
+
+def test_loop() -> None:
+    """The pass over its body alone leaves it to the pass over the whole graph."""
+
+    def loop(q, k, v):
+        def body(done, q):
+            return done + 1, attend(q, k, v)
+
+        return torch._higher_order_ops.while_loop(lambda done, q: done < 2, body, (torch.tensor(0), q))[1]
+
+    inputs = qkv(grad=False)
+    seen = check(loop, inputs, train=False, reference=lambda q, k, v: attend(attend(q, k, v), k, v))
+    assert len(seen.sites) == 1, seen.sites
 
 
 def layer(q: Any, k: Any, v: Any) -> Any:

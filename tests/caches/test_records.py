@@ -86,6 +86,47 @@ def test_same_process(fresh_cache: None) -> None:
     assert inductor_fusions.report().count() == 2
 
 
+def with_other_calls(q, k, v):
+    scores = torch.matmul(q, k.mT)
+    return (scores * 0.3).softmax(-1).matmul(v)
+
+
+def written(q, k, v):
+    return torch.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k) * 0.3, dim=-1) @ v
+
+
+def called_then_written(q, k, v):
+    return written(torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.3), k, v)
+
+
+def written_then_called(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(written(q, k, v), k, v, scale=0.3)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize(
+    "first, second", [(attention, with_other_calls), (called_then_written, written_then_called)]
+)
+def test_two_functions_with_one_aten_graph(first, second, train: bool, fresh_cache: None) -> None:
+    """Each is reported with its own lines, though the cache of aten graphs serves the code of the first."""
+    served = counters["inductor"]["fxgraph_cache_hit"]
+    for fn in (first, second, second):
+        torch._dynamo.reset()
+        inductor_fusions.clear()
+        counted = counters["inductor"]["fusions_attention"]
+        with config.patch(policy="always"), torch._functorch.config.patch(enable_autograd_cache=False):
+            found = torch.compile(fn)(*(torch.randn(1, 2, 4, 8, requires_grad=train) for _ in range(3)))
+            if train:
+                found.sum().backward()
+        report = inductor_fusions.report()
+        lines = {f" in {each}: " for each in (fn.__name__, "written")}
+        assert all(any(line in site.source for line in lines) for site in report), str(report)
+        assert [site.backend for site in report if site.verdict == "fused"] == ["flash"]
+        assert report.count() == counters["inductor"]["fusions_attention"] - counted == 1
+        assert len(report) == len(inductor_fusions.report())
+    assert counters["inductor"]["fxgraph_cache_hit"] == served + (4 if train else 2)
+
+
 def test_cache_that_has_one_of_two_graphs(fresh_cache: None) -> None:
     """Selective checkpointing is no entry of AOTAutograd: forward and backward are looked up apart."""
     for _ in range(3):

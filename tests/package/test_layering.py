@@ -81,7 +81,7 @@ PRIVATE_LAYERS = {
     "operations": set(),
     "ranks": {"shapes"},
     "bisector": set(),
-    "net": {"loading"},
+    "net": {"graphs", "loading"},
     "state": set(),
     "hooks": {"loading", "versions"},
     "graphs": {"shapes", "versions"},

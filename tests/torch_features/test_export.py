@@ -56,16 +56,28 @@ def test_compiled_after_export(exported: torch.export.ExportedProgram) -> None:
     torch.testing.assert_close(run.outputs, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_graph_of_make_fx(mode: str) -> None:
+def attention(q: Any, k: Any, v: Any) -> Any:
+    return (torch.softmax(q @ k.mT * 0.3, -1) @ v,)
+
+
+def in_a_branch(q: Any, k: Any, v: Any) -> Any:
+    return torch.cond(q.sum() < 1e9, attention, lambda q, k, v: (q * 1.0,), (q, k, v))
+
+
+@pytest.mark.parametrize(
+    "mode, fn",
+    [
+        *((mode, attention) for mode in ("real", "fake", "symbolic")),
+        ("real", in_a_branch),
+        ("fake", in_a_branch),
+    ],
+)
+def test_graph_of_make_fx(mode: str, fn: Any) -> None:
     """Handed to Inductor without Dynamo. With real inputs, each value is of a fake mode of its own."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    def attention(q: Any, k: Any, v: Any) -> Any:
-        return (torch.softmax(q @ k.mT * 0.3, -1) @ v,)
-
     inputs = [torch.randn(2, 3, 9, 8) for _ in range(3)]
-    graph = make_fx(attention, tracing_mode=mode)(*inputs)
+    graph = make_fx(fn, tracing_mode=mode)(*inputs)
     with (
         torch._inductor.config.patch(force_disable_caches=True),
         config.patch(policy="always", strict=True),

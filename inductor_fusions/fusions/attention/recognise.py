@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ..._inductor import Match, hint, is_body_of_dynamo, known_true
+from ..._inductor import Match, hint, is_body, known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
@@ -61,7 +61,7 @@ def is_written_out(match: Match) -> bool:
 
 
 def _may_reach_product(weights: fx.Node) -> bool:
-    return is_body_of_dynamo(weights.graph) or reaches_product(weights)
+    return is_body(weights.graph) or reaches_product(weights)
 
 
 def reaches_product(

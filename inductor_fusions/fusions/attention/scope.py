@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from ... import fusion
-from ..._inductor import fake_mode_of, is_body_of_dynamo, records_gradients
+from ..._inductor import fake_mode_of, is_body, records_gradients
 from ...effects import modes
 from ...effects.derivatives import Derivatives, takes_gradient
 from ...effects.inplace import arguments, inputs
@@ -138,7 +138,7 @@ def scope_of(graph: fx.Graph) -> Scope | None:
     Inductor passes a body before the graph that runs it, and there its masks are placeholders: a body
     is left for the pass over the whole graph, which knows what they stand for.
     """
-    return None if is_body_of_dynamo(graph) else Scope(graph)
+    return None if is_body(graph) else Scope(graph)
 
 
 class Settled(Candidate):

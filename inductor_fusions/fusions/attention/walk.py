@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import is_body_of_dynamo, known_true
+from ..._inductor import is_body, known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
@@ -75,7 +75,7 @@ class Walk:
         op, scores = read(node), tensor(node)
         if op is None or scores is None or scores.dim() < 2:
             is_input = isinstance(node, fx.Node) and node.op == "placeholder"
-            raise Rejected(OUTSIDE if is_input and is_body_of_dynamo(node.graph) else NO_PRODUCT)
+            raise Rejected(OUTSIDE if is_input and is_body(node.graph) else NO_PRODUCT)
         self._steps += 1
         if self._steps > MOST_STEPS:
             raise Reason.IN_BETWEEN.rejected(

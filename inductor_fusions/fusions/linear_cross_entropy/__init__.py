@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ... import config
-from ..._inductor import Match, hint, is_body_of_dynamo, known_true
+from ..._inductor import Match, hint, is_body, known_true
 from ...decisions import Query, decide_for_all, tables
 from ...effects.derivatives import check_operation
 from ...effects.liveness import readers, replace
@@ -78,7 +78,7 @@ class LossHead(Candidate):
         return (
             not self.site.gathers
             and self.site.reduction != "none"
-            and not (self.trains and is_body_of_dynamo(self.graph))
+            and not (self.trains and is_body(self.graph))
             and not (self.trains and out is not None and self._logits.dtype == torch.float16)
         )
 
@@ -190,7 +190,7 @@ class LossHead(Candidate):
         rows = labels.numel()  # of this loss alone, if others read other rows
         if hint(logits.numel()) * logits.itemsize < SMALL:
             raise Reason.NOT_FASTER.left_to_stock("the logits are small, so fusing would save little memory")
-        if self.trains and is_body_of_dynamo(self.graph):
+        if self.trains and is_body(self.graph):
             raise Reason.NOT_FASTER.left_to_stock(
                 "the loss is in a nested graph, such as a checkpoint, which may run again for the backward"
             )
@@ -226,7 +226,7 @@ class LossHead(Candidate):
     def _kept(self) -> LossSite:
         """The site with operands that may be saved for the backward."""
         site, (wants_h, wants_w, _) = self.site, self.wants
-        keeping = Keeping(self.graph, recomputed=is_body_of_dynamo(self.graph))
+        keeping = Keeping(self.graph, recomputed=is_body(self.graph))
         # The product keeps an operand where the other one takes a gradient, and an addition keeps none.
         by_eager = {storage(x) for x, other in ((site.h, wants_w), (site.w, wants_h)) if other}
         h, w = (keeping.kept(x, site.loss, by_eager) for x in (site.h, site.w))

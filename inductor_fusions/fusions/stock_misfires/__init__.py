@@ -33,7 +33,7 @@ from collections.abc import Iterator
 
 from ..._inductor import (
     Match,
-    is_body_of_dynamo,
+    is_body,
     patterns_ignore_constants,
     patterns_ignore_the_scale,
     patterns_match_decomposed_sdpa,
@@ -82,6 +82,6 @@ def read(scope: Scope, match: Match) -> Iterator[Candidate]:
         yield from permuted(product, output)
         if not over_keys:
             yield Sum(node, source, dims) if name_of(node) == "sum" else Softmax(node, source, dims[0])
-    if over_keys and not is_body_of_dynamo(scope.graph):
+    if over_keys and not is_body(scope.graph):
         yield from returned(output)
     yield from divisions

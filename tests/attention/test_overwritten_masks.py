@@ -192,7 +192,8 @@ def rounded() -> torch.Tensor:
 
 
 MISSES = [
-    part_assigned, assigned_in_a_box, assigned_by_a_mask_of_rows, every_other, overwritten_later, through_a_view, view_is_read_later, read_before_and_after,
+    part_assigned, assigned_in_a_box, assigned_by_a_mask_of_rows, every_other, overwritten_later,
+    through_a_view, view_is_read_later, read_before_and_after,
     alias_of_a_binary_mask, true_and_true, rounded,
 ]  # fmt: skip
 

@@ -116,7 +116,7 @@ def two_chunks_of_keys(q: Any, k: Any, v: Any) -> Any:
     return (first @ v[:, :, :5] + second @ v[:, :, 5:]) / total
 
 
-@form((10, 8), (8, 3), (10, 3, 8), fused=0, reasons=("topk is between",))
+@form((10, 8), (8, 3), (10, 3, 8), fused=0, reasons=("topk chooses among the scores",))
 def router_of_the_largest(x: Any, w: Any, experts: Any) -> Any:
     scores, chosen = (x @ w).topk(2, dim=-1)
     gates = torch.zeros(10, 3, dtype=x.dtype).scatter(1, chosen, scores.softmax(-1))
@@ -161,14 +161,14 @@ def whole_weights_in_a_sum(x: Any, w: Any) -> Any:
     return x + weights
 
 
-@form((10, 8), (4, 8), (4, 10, 8), fused=0, reasons=("topk is between",))
+@form((10, 8), (4, 8), (4, 10, 8), fused=0, reasons=("topk chooses among the weights",))
 def router_in_a_loop(x: Any, w: Any, experts: Any) -> Any:
     gates, chosen = F.linear(x, w).softmax(-1).topk(2, -1)
     gates = gates / gates.sum(-1, keepdim=True)
     return sum((gates * (chosen == k)).sum(-1, keepdim=True) * experts[k] for k in range(4))
 
 
-@form((10, 8), (4, 8), (4, 8, 8), fused=0, reasons=("max is between",))
+@form((10, 8), (4, 8), (4, 8, 8), fused=0, reasons=("max chooses among the weights",))
 def router_of_one_expert(x: Any, w: Any, experts: Any) -> Any:
     """Switch transformers, of all experts."""
     gate, chosen = F.linear(x, w).softmax(-1).max(-1)
@@ -198,7 +198,7 @@ def sums_of_exponentials(x: Any, edges: Any) -> Any:
     return x.new_zeros(10).index_add(0, edges[0], x.exp()).log()
 
 
-@form((5, 8), (8, 12), (8, 12), (144, 8), fused=0, reasons=("topk is between",))
+@form((5, 8), (8, 12), (8, 12), (144, 8), fused=0, reasons=("topk chooses among the scores",))
 def keys_of_two_halves(q: Any, first: Any, second: Any, values: Any) -> Any:
     """A memory of products of keys, whose values are a bag of embeddings."""
     (s1, i1), (s2, i2) = ((q @ k).topk(4, -1) for k in (first, second))

@@ -49,7 +49,7 @@ class Mutations:
         return found[-1] if found else None
 
     def first_reader(self, node: Any, readers: Collection[fx.Node]) -> fx.Node | None:
-        """The first of some nodes that reads the memory of a node, by whatever view of it; None if none does."""
+        """The first of some nodes that reads the memory of a node, by whatever view of it; or None."""
         waiting, mine = [torch_ops.source(node)], storage(torch_ops.source(node))
         for each in waiting:
             views = [user for user in each.users if user not in readers and storage(user) == mine]

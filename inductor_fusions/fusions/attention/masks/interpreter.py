@@ -106,7 +106,7 @@ class Interpreter:
             self._depth -= 1
 
     def _assigned(self, node: fx.Node, writer: fx.Node) -> Value:
-        """The value of `node` after `node[index] = value`: of a number in a box or where a mask holds, or of all."""
+        """The value of `node` after `node[index] = value`: a number in a box or by a mask, or all of it."""
         target = torch_ops.tensor(node)
         args, _ = arguments(writer)
         if target is None or is_batched(target) or len(args) != 3:

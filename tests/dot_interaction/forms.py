@@ -294,6 +294,9 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "weights of each pair's elements": (  # PNN
         lambda x, t: (t[:, LI] * t[:, LJ] * x.sum(0)).sum(-1), "weights of each element"
     ),
+    "weights of each pair's elements, behind a factor": (
+        lambda x, t: ((t[:, LI] * t[:, LJ]) * x.sum(0)).sum(1), "without a sum"
+    ),
     "weights of elements of two": (lambda x, t: (t[:, LI] * (t + 1)[:, LJ] * x.sum(0)).sum(-1), None),
     "without a sum, of two": (lambda x, t: t[:, LI] * (t + 1)[:, LJ], None),
     "two through a matrix": (

@@ -70,6 +70,12 @@ def retention(q: Any, k: Any, v: Any) -> Any:
     return (scores / scores.detach().abs().sum(-1, keepdim=True).clamp(min=1)) @ v
 
 
+@form((2, 9, 8), (2, 9, 8), (9, 9), (2, 9, 8), fused=0, reasons=("matmul is between the product",))
+def sigmoid_in_front_of_a_linear(q: Any, k: Any, w: Any, v: Any) -> Any:
+    """ASTGCN: the matrix is none of values, and a softmax over the queries follows."""
+    return torch.einsum("bij,bjd->bid", (w @ torch.sigmoid(q @ k.mT)).softmax(1), v)
+
+
 @form((2, 9, 4, 8), (2, 9, 4, 8), fused=0, reasons=("silu, and no softmax",))
 def recommender_by_silu(q: Any, v: Any) -> Any:
     weights = F.silu(torch.einsum("bihd,bjhd->bhij", q, q)) / 9
@@ -289,6 +295,17 @@ def recurrence_by_elements(q: Any, k: Any, v: Any) -> Any:
 def recurrence_by_einsum(q: Any, k: Any, v: Any) -> Any:
     read, outer = "bhk,bhkv->bhv", "bhk,bhv->bhkv"
     return delta_rule(q, k, v, lambda x, s: torch.einsum(read, x, s), lambda x, y: torch.einsum(outer, x, y))
+
+
+@form(*QKV, (4, 8), fused=0, reasons=("a recurrence",))
+def recurrence_with_a_bonus(q: Any, k: Any, v: Any, u: Any) -> Any:
+    """RWKV: a step reads its own pair times a vector."""
+    state, out = torch.zeros(2, 4, 8, 8), []
+    for t in range(3):
+        pair = k[:, :, t].unsqueeze(-1) @ v[:, :, t].unsqueeze(-2)
+        out.append(q[:, :, t].unsqueeze(-2) @ (state + u[None, :, :, None] * pair))
+        state = state * 0.9 + pair
+    return torch.cat(out, 2)
 
 
 @form((2, 4, 8), (2, 4, 8), (2, 4, 8, 8), fused=0)

@@ -20,8 +20,10 @@ BY_MATRICES = "features are multiplied through matrices"
 CORRELATED = "all correlations of features over the samples are read"
 OF_FIELDS = "each field has features of its own for each other field (field-aware), which are multiplied"
 WEIGHTED = "pairs are multiplied by weights of each element before the sum (a kernel of a product network)"
+UNSUMMED = "pairs are multiplied without a sum"
+LARGEST = "the largest product of each vector is read (late interaction)"
 #: Of these no other form is supported.
-WITHOUT_HINT = frozenset({BY_MATRICES, CORRELATED, OF_FIELDS, WEIGHTED})
+WITHOUT_HINT = frozenset({BY_MATRICES, CORRELATED, OF_FIELDS, WEIGHTED, UNSUMMED, LARGEST})
 _RETURNED = "the graph returns all products, as where a boolean mask, which ends it, selects"
 #: The most products of fields that are looked for.
 _MOST_PAIRS = 64
@@ -62,7 +64,7 @@ def how(node: fx.Node) -> str:
     if op.name in ("getitem", "index_select") and _begins_products(node):
         return BY_MATRICES
     if op.name in ("getitem", "index_select") and _begins_unsummed(node):
-        return "pairs are multiplied without a sum"
+        return UNSUMMED
     if op.name == "masked_select":
         return "pairs are selected by a mask" if _squared_at(source) else ""
     if not isinstance(index, tuple) or len(index) != 2 or index[0] != WHOLE:
@@ -100,7 +102,7 @@ def _of_largest(op: Op) -> str:
     waiting = list(readers(op.node))
     for by in filter(None, map(read, waiting)):
         if by.name in ("sum", "mean"):
-            return "the largest product of each vector is read (late interaction)"
+            return LARGEST
         if by.name in {"getitem", "getattr", "mul", "masked_fill"} | VIEWS | CASTS and len(waiting) < 8:
             waiting += readers(by.node)
     return ""
@@ -202,8 +204,17 @@ def _begins_unsummed(node: fx.Node) -> bool:
         if op is None or op.name != "mul" or op.input is not node or t is None:
             continue
         other = gathered(op["other"])
-        names = {by.name for by in map(read, readers(product)) if by is not None}
-        if other is not None and other[0] is t[0] and other[1] is not t[1] and "sum" not in names:
+        if other is not None and other[0] is t[0] and other[1] is not t[1]:
+            return not _is_summed(product)
+    return False
+
+
+def _is_summed(product: fx.Node, weighted: bool = False) -> bool:
+    """Whether a product of features is summed; times weights, over its width."""
+    for by in map(read, readers(product)):
+        if by is not None and by.name == "sum" and (not weighted or is_over_last(by)):
+            return True
+        if by is not None and by.name == "mul" and _is_summed(by.node, True):
             return True
     return False
 

@@ -99,12 +99,13 @@ def other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], 
         return (pair, _OF_LINEARS) if share_input(*ends) else None
     if not share_input(*ends):
         shapes = [value(argument).shape for argument in root.all_input_nodes]
-        if same_sizes(*shapes) and any(_is_of(one, another) for one, another in (ends, ends[::-1])):
+        plain = not any(side.mixed for side in sides)
+        if plain and same_sizes(*shapes) and any(_is_of(one, another) for one, another in (ends, ends[::-1])):
             return pair, _OF_ANOTHER
         # Linears of different inputs are multiplied for many reasons, unless both pass through a function.
         if all(side.bends for side in sides):
             return pair, _OF_OTHERS
-        plain = not any(side.bends or side.mixed for side in sides)
+        plain = plain and not any(side.bends for side in sides)
         return (pair, _OF_RANKS) if plain and _is_of_ranks(root, ends) else None
     functions = [name or ", ".join(sorted(side.names)) for name, side in zip(known, sides, strict=True)]
     return pair, _why(ends, functions, any(side.mixed for side in sides))

@@ -83,6 +83,14 @@ def batch_added_to_its_input(x: Any, a: Any, b: Any) -> Any:
     return torch.baddbmm(x, x @ a, b)
 
 
+@form(X, "frozen 192x64", (16, 64), (64, 8), (64, 8), left=(2, 2), reasons=("packed", "packed"))
+def packed_a_of_columns(x: Any, w: Any, a: Any, b: Any, d: Any) -> Any:
+    """Two adapters of columns of one linear share a product; the base is in memory."""
+    first, second = F.linear(x, a).chunk(2, -1)
+    q, k, v = F.linear(x, w).split(64, -1)
+    return torch.cat((q + F.linear(first, b), k, v + F.linear(second, d)), -1)
+
+
 @form((2, 16, 32), (2, 4, 32), (32, 32), (64, 32), left=(1, 1), silent="lora")
 def attention_to_few_tokens(x: Any, context: Any, w: Any, v: Any) -> Any:
     """Where rows may be fully masked, keys get a correction of low rank, which is no adapter."""

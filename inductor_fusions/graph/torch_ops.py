@@ -131,6 +131,11 @@ class Op:
         """The first tensor argument."""
         return self.args.get("input")
 
+    @property
+    def said(self) -> str:
+        """The name in a reason: `.T` where the user reads an attribute."""
+        return f".{self['name']}" if self.name == "getattr" else self.name
+
     def only(self, *names: str) -> tuple[Any, ...]:
         """The arguments of these names; None for one that is not given.
 

@@ -54,20 +54,34 @@ def filled() -> torch.Tensor:
     return mask
 
 
-def attend(make: Any) -> Any:
+def assigned_by_a_mask() -> torch.Tensor:
+    mask = torch.zeros(LENGTH, LENGTH)
+    mask[torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)] = LOWEST
+    return mask
+
+
+def attend(make: Any, late: bool = False) -> Any:
+    """Attention with a mask.
+
+    Args:
+        late: whether it is made behind the scores.
+    """
+
     def attention(q: Any, k: Any, v: Any, *given: Any) -> Any:
-        mask = make(*given)
-        return torch.softmax(q @ k.mT * 0.3 + mask, -1) @ v
+        mask = None if late else make(*given)
+        scores = q @ k.mT * 0.3
+        return torch.softmax(scores + (make(*given) if late else mask), -1) @ v
 
     return attention
 
 
-CAUSAL = [triangle, opt, assigned_whole, assigned_by_a_number, boolean, filled]
+CAUSAL = [triangle, opt, assigned_whole, assigned_by_a_number, assigned_by_a_mask, boolean, filled]
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["first", "late"])
 @pytest.mark.parametrize("make", CAUSAL, ids=lambda make: make.__name__)
-def test_causal(make: Any) -> None:
-    check(attend(make), qkv(LENGTH, LENGTH), kernel="is_causal")
+def test_causal(make: Any, late: bool) -> None:
+    check(attend(make, late), qkv(LENGTH, LENGTH), kernel="is_causal")
 
 
 @pytest.mark.parametrize("make", [opt, filled], ids=lambda make: make.__name__)
@@ -85,6 +99,18 @@ def test_padding_is_kept() -> None:
     assert "is_causal" not in seen.ours.fused[0].kernel
 
 
+def test_last_keys_that_are_assigned() -> None:
+    """They are padding, of no sample."""
+
+    def attention(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        scores, mask = q @ k.mT * 0.3, torch.zeros(1, LENGTH)
+        mask[..., -3:] = -torch.inf
+        return torch.softmax(scores + mask + bias, -1) @ v
+
+    seen = check(attention, (*qkv(LENGTH, LENGTH), torch.zeros(LENGTH, LENGTH)), kernel="bias")
+    assert len(seen.sites) == 1
+
+
 # Near misses: none of them is causal -----------------------------------------------------------------
 
 
@@ -92,6 +118,20 @@ def part_assigned() -> torch.Tensor:
     mask = torch.zeros(LENGTH, LENGTH)
     mask[:, 1:] = triangle()[:, 1:]
     mask[3:] = 0.0
+    return mask
+
+
+def assigned_in_a_box() -> torch.Tensor:
+    """One number of a triangle is another one, and a row at the end."""
+    mask = triangle()
+    mask[0, 1:2] = 0.0
+    mask[-1] = 0.5
+    return mask
+
+
+def assigned_by_a_mask_of_rows() -> torch.Tensor:
+    mask = triangle()
+    mask[torch.arange(LENGTH) < 2] = 0.0
     return mask
 
 
@@ -152,7 +192,8 @@ def rounded() -> torch.Tensor:
 
 
 MISSES = [
-    part_assigned, every_other, overwritten_later, through_a_view, view_is_read_later, read_before_and_after,
+    part_assigned, assigned_in_a_box, assigned_by_a_mask_of_rows, every_other, overwritten_later,
+    through_a_view, view_is_read_later, read_before_and_after,
     alias_of_a_binary_mask, true_and_true, rounded,
 ]  # fmt: skip
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._inductor.config
 from torch import fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 pytest.importorskip("triton")
@@ -157,7 +158,8 @@ def _fuse(
                 passes.apply(fusion, moved.graph)
     moved.graph.lint()
     found.graphs.append(moved.graph)
-    runnable = copy.deepcopy(moved)
+    with unset_fake_temporarily():  # constants of the graph are real
+        runnable = copy.deepcopy(moved)
     for node in runnable.graph.nodes:
         node.args = pytree.tree_map(_on_cpu, node.args)
         node.kwargs = pytree.tree_map(_on_cpu, node.kwargs)

@@ -179,6 +179,15 @@ def selected(t: Any, features: list[int]) -> Any:
     return t.index_select(1, torch.tensor(features))
 
 
+def fields(t: Any) -> Any:
+    """(samples, fields, features for each field, D)"""
+    return t[:, :, None] * t.flip(1)[:, None]
+
+
+def pairs_of_fields(e: Any) -> list[Any]:
+    return [e[:, i, j] * e[:, j, i] for i, j in zip(LI, LJ, strict=True)]
+
+
 #: What is left alone, with a part of the reason; None: nothing is said.
 OTHERS: dict[str, tuple[Function, str | None]] = {
     "gathered of two": (lambda x, t: (t[:, LI] * (t + 1)[:, LJ]).sum(-1), None),
@@ -265,6 +274,30 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "a product over the samples": (lambda x, t: (x.t() @ (x + 1)).pow(2).sum(), None),
     "a diagonal of pairs of samples": (lambda x, t: (x @ (x + 1).t()).diagonal(), None),
     "without a sum": (lambda x, t: nn.functional.relu(t[:, LI] * t[:, LJ]), "without a sum"),  # AFM
+    "pairs of fields": (  # FFM
+        lambda x, t: sum((k + 1) * p.sum(-1) for k, p in enumerate(pairs_of_fields(fields(t)))), "field-aware"
+    ),
+    "pairs of fields, stacked": (lambda x, t: torch.stack(pairs_of_fields(fields(t)), 1), "field-aware"),
+    "pairs of fields, of a list": (
+        lambda x, t: (
+            lambda e: torch.cat([e[i][:, j] * e[j][:, i] for i, j in zip(LI, LJ, strict=True)], 1)
+        )([t * (k + 1) for k in range(F)]),
+        "field-aware",
+    ),
+    "pairs of fields, by indices": (
+        lambda x, t: ((e := fields(t))[:, LI, LJ] * e[:, LJ, LI]).sum(-1), "field-aware"
+    ),
+    "two pairs of fields": (lambda x, t: torch.stack(pairs_of_fields(fields(t))[:2], 1), None),
+    "fields of other pairs": (
+        lambda x, t: torch.stack([(e := fields(t))[:, 0, k] * e[:, 1, k] for k in range(F)], 1), None
+    ),
+    "weights of each pair's elements": (  # PNN
+        lambda x, t: (t[:, LI] * t[:, LJ] * x.sum(0)).sum(-1), "weights of each element"
+    ),
+    "weights of each pair's elements, behind a factor": (
+        lambda x, t: ((t[:, LI] * t[:, LJ]) * x.sum(0)).sum(1), "without a sum"
+    ),
+    "weights of elements of two": (lambda x, t: (t[:, LI] * (t + 1)[:, LJ] * x.sum(0)).sum(-1), None),
     "without a sum, of two": (lambda x, t: t[:, LI] * (t + 1)[:, LJ], None),
     "two through a matrix": (
         lambda x, t: [nn.functional.linear(t[:, i], (x.t() @ x)) * t[:, 4] for i in range(2)], None

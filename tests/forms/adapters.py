@@ -133,6 +133,11 @@ def adapter_of_some_samples(x: Any, w: Any, a: Any, b: Any, which: Any) -> Any:
     return F.linear(x, w) + F.linear(F.linear(x, a), b) * (which == 1).to(x.dtype)[:, None, None]
 
 
+@form(*LORA, lambda: torch.arange(96).view(2, 48, 1) % 5 > 0)
+def adapter_of_some_tokens(x: Any, w: Any, a: Any, b: Any, seen: Any) -> Any:
+    return F.linear(x, w) + F.linear(F.linear(x, a), b) * 2.0 * seen
+
+
 @form(*LORA, (48, 128), left=(1, 1), reasons=("multiplied by a tensor", "used-elsewhere"))
 def adapter_times_a_matrix(x: Any, w: Any, a: Any, b: Any, gate: Any) -> Any:
     return F.linear(x, w) + F.linear(F.linear(x, a), b) * gate

@@ -262,6 +262,17 @@ def products_of_two_inputs(x: Any, y: Any, w: Any, v: Any) -> Any:
     return F.linear(x, w) * F.linear(y, v)
 
 
+@form((48, 33), (48, 25), (4, 33, 64), (4, 25, 64), left=(2, 2), reasons=("low-rank fusion",) * 2)
+def low_rank_fusion(x: Any, y: Any, w: Any, v: Any) -> Any:
+    """LMF: a linear of each rank and modality."""
+    return ((x @ w) * (y @ v)).sum(0)
+
+
+@form(X, X, X, *["frozen 128x64"] * 3, left=(3, 3), reasons=("low-rank fusion", "low-rank fusion"))
+def products_of_three_inputs(x: Any, y: Any, z: Any, u: Any, v: Any, w: Any) -> Any:
+    return F.linear(x, u) * F.linear(y, v) * F.linear(z, w)
+
+
 @form(*PACKED, left=(1, 1), reasons=("(silu; silu)", "(silu; silu)"))
 def both_activated(x: Any, w: Any) -> Any:
     """Mamba's gate, without what is in between."""

@@ -26,6 +26,7 @@ class LinearForm:
         left: products of the forward that stay stock's, in inference and in training.
         reasons: what is said in inference and in training: a part of the reason of a site; "": no reason.
         random: whether numbers are drawn in training.
+        silent: a fusion that must say nothing.
     """
 
     name: str
@@ -34,6 +35,7 @@ class LinearForm:
     left: tuple[int, int] = (0, 0)
     reasons: tuple[str, str] = ("", "")
     random: bool = False
+    silent: str = ""
 
     def build(self, train: bool, dtype: torch.dtype) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """What is called, and its arguments: the same at each call."""

@@ -47,6 +47,12 @@ def gate_of_low_rank(x: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     return torch.tanh(F.linear(F.linear(x, a), b)) * F.linear(F.linear(x, c), d)
 
 
+@form((2, 24, 16), "frozen 16x16", "frozen 32x16", left=(1, 1), silent="lora")
+def mean_of_tokens(x: Any, a: Any, b: Any) -> Any:
+    """The gradient of a mean repeats rows of a narrow product, and no columns."""
+    return F.linear(x.mean(1), a), F.linear(x, b)
+
+
 @form((2, 16, 6, 6), (16, 16, 3, 3), (48, 12), (12, 48), left=(1, 1), reasons=("no-matrix", "no-matrix"))
 def merged_into_a_convolution(x: Any, w: Any, b: Any, a: Any) -> Any:
     """loralib."""
@@ -75,6 +81,24 @@ def batch_added_by_its_product(x: Any, w: Any, a: Any, b: Any) -> Any:
 def batch_added_to_its_input(x: Any, a: Any, b: Any) -> Any:
     """A residual is no base."""
     return torch.baddbmm(x, x @ a, b)
+
+
+@form(X, "frozen 192x64", (16, 64), (64, 8), (64, 8), left=(2, 2), reasons=("packed", "packed"))
+def packed_a_of_columns(x: Any, w: Any, a: Any, b: Any, d: Any) -> Any:
+    """Two adapters of columns of one linear share a product; the base is in memory."""
+    first, second = F.linear(x, a).chunk(2, -1)
+    q, k, v = F.linear(x, w).split(64, -1)
+    return torch.cat((q + F.linear(first, b), k, v + F.linear(second, d)), -1)
+
+
+@form((2, 16, 32), (2, 4, 32), (32, 32), (64, 32), left=(1, 1), silent="lora")
+def attention_to_few_tokens(x: Any, context: Any, w: Any, v: Any) -> Any:
+    """Where rows may be fully masked, keys get a correction of low rank, which is no adapter."""
+    q, (k, v) = F.linear(x, w), F.linear(context, v).chunk(2, -1)
+    q, k, v = (t.view(2, -1, 4, 8).transpose(1, 2) for t in (q, k, v))
+    seen = torch.ones(16, 4).tril(1)
+    mask = seen.masked_fill(seen == 0, float("-inf")).masked_fill(seen == 1, 0.0).to(x.dtype)
+    return (q @ k.mT * 8**-0.5 + mask).softmax(-1) @ v
 
 
 @form(X, "frozen 64x64", (8, 64), (64, 8), reasons=("by a tensor", "used-elsewhere"))

@@ -165,6 +165,19 @@ def others_by_masked_select(a: Any, b: Any) -> Any:
     return -torch.log(torch.exp((a * b).sum(-1)).repeat(2) / others.sum(-1)).mean()
 
 
+@form((16, 32), (16, 32), (), reasons=(".T is between", ".T is between"))
+def both_directions_of_pairs(a: Any, b: Any, scale: Any) -> Any:
+    """CLIP."""
+    scores = scale.exp() * F.normalize(a, dim=-1) @ F.normalize(b, dim=-1).t()
+    return F.cross_entropy(scores, torch.arange(16)) + F.cross_entropy(scores.T, torch.arange(16))
+
+
+@form((16, 32), (40, 32), lambda: torch.arange(16), reasons=("log-probabilities are also read by mean",) * 2)
+def smoothed_by_hand(h: Any, w: Any, y: Any) -> Any:
+    logs = F.log_softmax(F.linear(h, w), -1)
+    return (-0.9 * logs.gather(1, y[:, None]).squeeze(1) - 0.1 * logs.mean(-1)).mean()
+
+
 @form(*PAIRS)
 def exponentials_that_are_returned(a: Any, b: Any) -> Any:
     """A kernel of pairs is no loss."""

@@ -56,7 +56,7 @@ def queries_that_matter(q: Any, k: Any, v: Any) -> Any:
     return context
 
 
-@form((2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9, 9), fused=0, reasons=("used-elsewhere",))
+@form((2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9, 9), fused=0, reasons=("the scores are returned",))
 def scores_of_the_last_layer(q: Any, k: Any, v: Any, prev: Any) -> Any:
     """Residual scores: returned for the next layer."""
     s = torch.matmul(q, k.transpose(-2, -1)) * 8**-0.5 + prev

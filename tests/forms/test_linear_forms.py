@@ -29,5 +29,6 @@ def test_form(form: LinearForm, train: bool) -> None:
     reason = form.reasons[train]
     said = [site for site in seen.sites if site.verdict != "fused"]
     assert seen.products() == form.left[train], said
+    assert not [site for site in said if site.fusion == form.silent], said
     if reason:
         assert any(says(site, reason) for site in said), said

@@ -70,6 +70,12 @@ def retention(q: Any, k: Any, v: Any) -> Any:
     return (scores / scores.detach().abs().sum(-1, keepdim=True).clamp(min=1)) @ v
 
 
+@form((2, 9, 8), (2, 9, 8), (9, 9), (2, 9, 8), fused=0, reasons=("matmul is between the product",))
+def sigmoid_in_front_of_a_linear(q: Any, k: Any, w: Any, v: Any) -> Any:
+    """ASTGCN: the matrix is none of values, and a softmax over the queries follows."""
+    return torch.einsum("bij,bjd->bid", (w @ torch.sigmoid(q @ k.mT)).softmax(1), v)
+
+
 @form((2, 9, 4, 8), (2, 9, 4, 8), fused=0, reasons=("silu, and no softmax",))
 def recommender_by_silu(q: Any, v: Any) -> Any:
     weights = F.silu(torch.einsum("bihd,bjhd->bhij", q, q)) / 9
@@ -116,7 +122,7 @@ def two_chunks_of_keys(q: Any, k: Any, v: Any) -> Any:
     return (first @ v[:, :, :5] + second @ v[:, :, 5:]) / total
 
 
-@form((10, 8), (8, 3), (10, 3, 8), fused=0, reasons=("topk is between",))
+@form((10, 8), (8, 3), (10, 3, 8), fused=0, reasons=("topk chooses among the scores",))
 def router_of_the_largest(x: Any, w: Any, experts: Any) -> Any:
     scores, chosen = (x @ w).topk(2, dim=-1)
     gates = torch.zeros(10, 3, dtype=x.dtype).scatter(1, chosen, scores.softmax(-1))
@@ -161,14 +167,14 @@ def whole_weights_in_a_sum(x: Any, w: Any) -> Any:
     return x + weights
 
 
-@form((10, 8), (4, 8), (4, 10, 8), fused=0, reasons=("topk is between",))
+@form((10, 8), (4, 8), (4, 10, 8), fused=0, reasons=("topk chooses among the weights",))
 def router_in_a_loop(x: Any, w: Any, experts: Any) -> Any:
     gates, chosen = F.linear(x, w).softmax(-1).topk(2, -1)
     gates = gates / gates.sum(-1, keepdim=True)
     return sum((gates * (chosen == k)).sum(-1, keepdim=True) * experts[k] for k in range(4))
 
 
-@form((10, 8), (4, 8), (4, 8, 8), fused=0, reasons=("max is between",))
+@form((10, 8), (4, 8), (4, 8, 8), fused=0, reasons=("max chooses among the weights",))
 def router_of_one_expert(x: Any, w: Any, experts: Any) -> Any:
     """Switch transformers, of all experts."""
     gate, chosen = F.linear(x, w).softmax(-1).max(-1)
@@ -198,7 +204,7 @@ def sums_of_exponentials(x: Any, edges: Any) -> Any:
     return x.new_zeros(10).index_add(0, edges[0], x.exp()).log()
 
 
-@form((5, 8), (8, 12), (8, 12), (144, 8), fused=0, reasons=("topk is between",))
+@form((5, 8), (8, 12), (8, 12), (144, 8), fused=0, reasons=("topk chooses among the scores",))
 def keys_of_two_halves(q: Any, first: Any, second: Any, values: Any) -> Any:
     """A memory of products of keys, whose values are a bag of embeddings."""
     (s1, i1), (s2, i2) = ((q @ k).topk(4, -1) for k in (first, second))
@@ -289,6 +295,17 @@ def recurrence_by_elements(q: Any, k: Any, v: Any) -> Any:
 def recurrence_by_einsum(q: Any, k: Any, v: Any) -> Any:
     read, outer = "bhk,bhkv->bhv", "bhk,bhv->bhkv"
     return delta_rule(q, k, v, lambda x, s: torch.einsum(read, x, s), lambda x, y: torch.einsum(outer, x, y))
+
+
+@form(*QKV, (4, 8), fused=0, reasons=("a recurrence",))
+def recurrence_with_a_bonus(q: Any, k: Any, v: Any, u: Any) -> Any:
+    """RWKV: a step reads its own pair times a vector."""
+    state, out = torch.zeros(2, 4, 8, 8), []
+    for t in range(3):
+        pair = k[:, :, t].unsqueeze(-1) @ v[:, :, t].unsqueeze(-2)
+        out.append(q[:, :, t].unsqueeze(-2) @ (state + u[None, :, :, None] * pair))
+        state = state * 0.9 + pair
+    return torch.cat(out, 2)
 
 
 @form((2, 4, 8), (2, 4, 8), (2, 4, 8, 8), fused=0)

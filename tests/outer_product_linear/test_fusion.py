@@ -143,6 +143,15 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "both sides of a weight, normalised": (
         lambda u, v, w, b: (u @ w[:P, :Q] @ v.T / 3).log_softmax(-1), None,
     ),
+    "both sides of a weight of each head": (  # FinalMLP
+        lambda u, v, w, b: (u[:, None, None] @ w[:P, :Q].expand(2, P, Q)) @ v[:, None, :, None],
+        "through a weight",
+    ),
+    "a query's score through a weight": (
+        lambda u, v, w, b: (
+            (u[:, None, None] @ w[:P, :Q]) @ v[:, None, :, None]
+        ).flatten(1).softmax(-1), None
+    ),
     "two linears": (lambda u, v, w, b: u @ w[:P, :Q] @ w[:Q, :Q], None),
     "two linears, transposed": (lambda u, v, w, b: v @ w[:P, :Q].t() @ w[:Q, :P].t(), None),
     "an einsum of three": (

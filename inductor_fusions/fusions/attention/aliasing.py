@@ -7,7 +7,7 @@ value is still the one that its node computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -47,6 +47,14 @@ class Mutations:
         high = len(self._order) if before is None else self._order.get(before, len(self._order))
         found = [w for w, other in self._writes if low < self._order[w] < high and may_alias(mine, other)]
         return found[-1] if found else None
+
+    def first_reader(self, node: Any, readers: Collection[fx.Node]) -> fx.Node | None:
+        """The first of some nodes that reads the memory of a node, by whatever view of it; or None."""
+        waiting, mine = [torch_ops.source(node)], storage(torch_ops.source(node))
+        for each in waiting:
+            views = [user for user in each.users if user not in readers and storage(user) == mine]
+            waiting += [user for user in views if user not in waiting]
+        return min((user for each in waiting for user in each.users if user in readers), default=None)
 
     def targets(self, writer: fx.Node) -> list[fx.Node]:
         """What a node overwrites."""

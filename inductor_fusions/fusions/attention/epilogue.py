@@ -24,6 +24,9 @@ from .normal_form import Attention, Term
 from .structure import narrowed
 from .written_out import sums_at
 
+#: Operations that choose among weights.
+_CHOOSES = frozenset("topk max argmax sort".split())
+
 
 def passed(
     site: Attention, op: Op, node: fx.Node, number: Callable[[Any], float | None], at: Arrangement
@@ -173,4 +176,8 @@ def between(op: Op, weights: fx.Node) -> Rejected:
         return Reason.IN_BETWEEN.rejected(
             f"the weights are read by {numpy}, which is not read", WITHOUT_NUMPY
         )
-    return Reason.IN_BETWEEN.rejected(f"{op.name} is between the softmax and the product with v")
+    if op.name in _CHOOSES:
+        return Reason.IN_BETWEEN.rejected(
+            f"{op.said} chooses among the weights, as a router of experts does, so they are no attention's"
+        )
+    return Reason.IN_BETWEEN.rejected(f"{op.said} is between the softmax and the product with v")

@@ -66,7 +66,11 @@ def stands_between(op: Op) -> str:
     whole = read(op.input) if op.name == "getitem" else None
     if whole is not None and tensor(op.input) is None:  # one of several results
         op = whole
-    return Reason.IN_BETWEEN(f"{op.name} is between the product of q and k and the softmax")
+    if op.name in ("topk", "sort"):
+        return Reason.IN_BETWEEN(
+            f"{op.said} chooses among the scores, as a router of experts or a sparse attention does"
+        )
+    return Reason.IN_BETWEEN(f"{op.said} is between the product of q and k and the softmax")
 
 
 def has_product(node: fx.Node, scores: torch.Tensor) -> bool:

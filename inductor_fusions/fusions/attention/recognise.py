@@ -28,6 +28,7 @@ from .masks import Interpreter
 from .normal_form import Attention, Below, Sink, Term
 from .operands import Operand, product
 from .output import MERGED, read_epilogue
+from .read_elsewhere import read_by_other
 from .scores import ScoreReader
 from .written_out import SOFTMAXES, Softmax, divided, softmax_at, weights_of
 
@@ -271,7 +272,7 @@ def _partners(
     found: list[fx.Node] = []
     for reader in above.others:
         partner = _softmax_behind(reader)
-        elsewhere = Reason.USED_ELSEWHERE(f"the scores are also used by {reader.name}")
+        elsewhere = Reason.USED_ELSEWHERE(f"the scores are {read_by_other(reader)}")
         if above.writes_by_view is not None:
             elsewhere = Reason.OVERWRITTEN(f"{above.writes_by_view.name} overwrites the scores")
         if partner is None or partner is softmax:

@@ -86,7 +86,8 @@ class HandWritten(Candidate):
                             f"the scores, or a value computed from them, overwrite {target.name}"
                         )
             for node in inputs:
-                if self.scope.mutations.between(node, site.product, site.outputs[-1], ignore=own):
+                first = self.scope.mutations.first_reader(node, own) or site.product
+                if self.scope.mutations.between(node, first, site.outputs[-1], ignore=own):
                     raise Reason.OVERWRITTEN.rejected(
                         f"{node.name} is overwritten before the attention reads it"
                     )

@@ -75,9 +75,10 @@ def without_softmax(node: fx.Node) -> Candidate | None:
             turned = [letters[-1] not in found.result for letters in (found.first, found.second)]
     for weights, values, values_turned in zip(sides, sides[::-1], turned[::-1], strict=False):
         name, channels_first = _function(weights) if isinstance(weights, fx.Node) else ("", False)
-        held = tensor(values)
-        # A matrix that mixes heads is not one of values for each sample.
-        mixes = name == _SCALE and (held is None or held.dim() < 3)
+        held, made = tensor(values), tensor(weights)
+        # A matrix that mixes heads, or keys, is not one of values for each sample.
+        many = name == _SCALE or (made is not None and made.dim() > 2)
+        mixes = many and (held is None or held.dim() < 3)
         if name and not mixes and (channels_first or not values_turned):
             why = Reason.IN_BETWEEN.rejected(
                 f"{name}, and no softmax, is between the product of q and k and the product with v",
@@ -99,7 +100,7 @@ def recurrent(added: fx.Node) -> Candidate | None:
     steps = _behind(added, _TO_STEPS, frozenset({"add"}))
     is_returned = added.graph.output_node() in added.users
     goes_on = is_returned or any(_state_before(step) is not None for step in steps)
-    if not goes_on or not _behind(added, _TO_STEPS, PRODUCTS | {"sum"}):
+    if not goes_on or not _behind(added, _TO_STEPS | {"add"}, PRODUCTS | {"sum"}):
         return None
     return Reported(added, Rejected(_RECURRENT), {"state": text(tensor(added))})
 

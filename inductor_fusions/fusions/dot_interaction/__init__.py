@@ -33,8 +33,7 @@ __all__ = ["FUSION"]
 
 def _other_pairs(read: fx.Node, how: str) -> Candidate:
     """Products of features that are read in a way for which there is no kernel."""
-    none = how in (unsupported.BY_MATRICES, unsupported.CORRELATED)
-    hint = "" if none else "z[:, i, j] with vectors of indices"
+    hint = "" if how in unsupported.WITHOUT_HINT else "z[:, i, j] with vectors of indices"
     why = Reason.PAIRS.rejected(f"{how}, not by indices of the matrix of products", hint)
     return Reported(read, why, {"products": text(tensor(read))})
 

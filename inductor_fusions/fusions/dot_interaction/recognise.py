@@ -123,7 +123,7 @@ def _of_gather(op: Op, z: Any) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any,
         index = (WHOLE, *index[1:])
     if not isinstance(z, fx.Node) or not isinstance(index, tuple) or index[:1] != (WHOLE,):
         return None
-    if not all(map(_is_index, index[1:])):
+    if not all(map(is_index, index[1:])):
         return None
     if len(index) == 3:
         t = squared(z)
@@ -244,7 +244,7 @@ def gathered(node: Any) -> tuple[fx.Node, Any] | None:
     if op.name == "index_select":
         source, dim, rows = op.only("input", "dim", "index")
         found = tensor(source)
-        fits = found is not None and found.dim() == 3 and dim in (1, -2) and _is_index(rows)
+        fits = found is not None and found.dim() == 3 and dim in (1, -2) and is_index(rows)
         return (source, rows) if fits else None
     if node.target is not operator.getitem:
         return None
@@ -252,7 +252,7 @@ def gathered(node: Any) -> tuple[fx.Node, Any] | None:
     found = tensor(source)
     if found is None or found.dim() != 3 or not isinstance(index, tuple) or len(index) != 2:
         return None
-    return (source, index[1]) if index[0] == WHOLE and _is_index(index[1]) else None
+    return (source, index[1]) if index[0] == WHOLE and is_index(index[1]) else None
 
 
 def _put_together(op: Op) -> tuple[fx.Node, Any] | None:
@@ -279,8 +279,8 @@ def is_row(taken: Selection, keeps_dim: bool) -> bool:
     return one and isinstance(part, slice) and type(part.start) is int
 
 
-def _is_index(index: Any) -> bool:
-    """A list of numbers, or a vector of integers."""
+def is_index(index: Any) -> bool:
+    """Whether an index is a list of numbers, or a vector of integers."""
     found = tensor(index)
     if found is None:
         numbers = concrete(index) if isinstance(index, (list, tuple)) else (None,)

@@ -14,11 +14,19 @@ from ...graph.dims import WHOLE, is_over_last, is_transposed, permuted_by, selec
 from ...graph.einsum import equation
 from ...graph.torch_ops import CASTS, PRODUCTS, VIEWS, Op, read
 from ...operands import tensor
-from .recognise import FLATTENS, gathered, is_row, squared
+from .recognise import FLATTENS, gathered, is_index, is_row, squared
 
 BY_MATRICES = "features are multiplied through matrices"
 CORRELATED = "all correlations of features over the samples are read"
+OF_FIELDS = "each field has features of its own for each other field (field-aware), which are multiplied"
+WEIGHTED = "pairs are multiplied by weights of each element before the sum (a kernel of a product network)"
+UNSUMMED = "pairs are multiplied without a sum"
+LARGEST = "the largest product of each vector is read (late interaction)"
+#: Of these no other form is supported.
+WITHOUT_HINT = frozenset({BY_MATRICES, CORRELATED, OF_FIELDS, WEIGHTED, UNSUMMED, LARGEST})
 _RETURNED = "the graph returns all products, as where a boolean mask, which ends it, selects"
+#: The most products of fields that are looked for.
+_MOST_PAIRS = 64
 #: What may be between features and their product with a matrix.
 _TO_MATRICES = frozenset("matmul bmm einsum linear sum squeeze unsqueeze transpose permute".split())
 
@@ -39,16 +47,24 @@ def how(node: fx.Node) -> str:
         by = read(op.input)
         if by is not None and by.name == "mul" and any(map(_squared_at, (by.input, by["other"]))):
             return "all products are read, each times a factor"
+        if is_over_last(op) and _is_weighted(op.input):
+            return WEIGHTED
+        if _begins_fields(node):
+            return OF_FIELDS
         return "pairs are multiplied one by one" if _begins_loop(node) else ""
     if op.name in ("max", "amax"):
         return _of_largest(op)
     if op.name in ("tril", "triu"):
         rows = all((by := read(user)) is not None and by.name in FLATTENS for user in readers(node))
         return f"all products are read, through {op.name}" if rows and _squared_at(source) else ""
+    if op.name in ("stack", "cat"):
+        parts = op["tensors"]
+        several = isinstance(parts, (list, tuple)) and len(parts) >= 3
+        return OF_FIELDS if several and all(map(_of_fields, parts)) else ""
     if op.name in ("getitem", "index_select") and _begins_products(node):
         return BY_MATRICES
     if op.name in ("getitem", "index_select") and _begins_unsummed(node):
-        return "pairs are multiplied without a sum"
+        return UNSUMMED
     if op.name == "masked_select":
         return "pairs are selected by a mask" if _squared_at(source) else ""
     if not isinstance(index, tuple) or len(index) != 2 or index[0] != WHOLE:
@@ -86,7 +102,7 @@ def _of_largest(op: Op) -> str:
     waiting = list(readers(op.node))
     for by in filter(None, map(read, waiting)):
         if by.name in ("sum", "mean"):
-            return "the largest product of each vector is read (late interaction)"
+            return LARGEST
         if by.name in {"getitem", "getattr", "mul", "masked_fill"} | VIEWS | CASTS and len(waiting) < 8:
             waiting += readers(by.node)
     return ""
@@ -188,8 +204,17 @@ def _begins_unsummed(node: fx.Node) -> bool:
         if op is None or op.name != "mul" or op.input is not node or t is None:
             continue
         other = gathered(op["other"])
-        names = {by.name for by in map(read, readers(product)) if by is not None}
-        if other is not None and other[0] is t[0] and other[1] is not t[1] and "sum" not in names:
+        if other is not None and other[0] is t[0] and other[1] is not t[1]:
+            return not _is_summed(product)
+    return False
+
+
+def _is_summed(product: fx.Node, weighted: bool = False) -> bool:
+    """Whether a product of features is summed; times weights, over its width."""
+    for by in map(read, readers(product)):
+        if by is not None and by.name == "sum" and (not weighted or is_over_last(by)):
+            return True
+        if by is not None and by.name == "mul" and _is_summed(by.node, True):
             return True
     return False
 
@@ -213,6 +238,69 @@ def _begins_loop(node: fx.Node) -> bool:
             if len(set(loop)) >= 3:
                 return True
     return False
+
+
+def _is_weighted(product: Any) -> bool:
+    """Whether a node is `t[:, i] * t[:, j] * weights`, in any order."""
+    waiting, found = [product], list[tuple[fx.Node, Any]]()
+    for each in waiting:
+        op, features = read(each), gathered(each)
+        if features is not None:
+            found.append(features)
+        elif op is not None and op.name == "mul" and len(waiting) < 5:
+            waiting += [op.input, op["other"]]
+    return len(waiting) == 5 and len(found) == 2 and found[0][0] is found[1][0]
+
+
+def _begins_fields(node: fx.Node) -> bool:
+    """Whether a sum is the first of those of products of fields: of three products, or of many at once."""
+    product = read(node)
+    if product is None or not _of_fields(product.input) or not is_over_last(product):
+        return False
+    waiting, seen, sums = [product.input], set[fx.Node](), set[fx.Node]()
+    while waiting and len(seen) < _MOST_PAIRS:
+        each = waiting.pop()
+        if each in seen or not (sources := _of_fields(each)):
+            continue
+        seen.add(each)
+        sums |= {user for user in readers(each) if (by := read(user)) is not None and by.name == "sum"}
+        waiting += [other for source in sources for taken in readers(source) for other in readers(taken)]
+    made = tensor(product.input)
+    at_once = made is not None and made.dim() == 3
+    return at_once or (len(sums) >= 3 and min(sums) is node)
+
+
+def _of_fields(product: Any) -> set[fx.Node]:
+    """The tensors of `e[i][:, j] * e[j][:, i]` or `e[:, i, j] * e[:, j, i]`; none of another product."""
+    op = read(product)
+    if op is None or op.name != "mul":
+        return set()
+    fields = [_field(side) for side in (op.input, op["other"])]
+    (one, i), (other, j) = (each or (None, ()) for each in fields)
+    if one is None or other is None or i == j:
+        return set()
+    same = one is other and len(i) == 2 and i == j[::-1]
+    return {one, other} if same or (one is not other and len(i) == 1 == len(j)) else set()
+
+
+def _field(node: Any) -> tuple[fx.Node, tuple[Any, ...]] | None:
+    """The tensor that a node has the features of one field of, and the numbers of the field in it."""
+    taken, op = selection(node), read(node)
+    if op is None:
+        return None
+    if taken is not None and taken.part is None and len(taken.index) > 2:
+        numbers = tuple(taken.index[dim] for dim in taken.dims)
+        plain = taken.dims == list(range(1, len(taken.index) - 1)) and all(type(n) is int for n in numbers)
+        return (taken.source, numbers) if plain else None
+    index = op["index"] if op.name == "getitem" else None
+    if (
+        not isinstance(index, tuple)
+        or len(index) != 3
+        or index[0] != WHOLE
+        or not isinstance(op.input, fx.Node)
+    ):
+        return None
+    return (op.input, index[1:]) if all(map(is_index, index[1:])) else None
 
 
 def _feature(node: Any) -> fx.Node | None:

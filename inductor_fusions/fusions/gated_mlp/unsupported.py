@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from ...graph.products import (
     identity,
     is_pointwise,
     product,
+    readers,
     same_sizes,
     through,
 )
@@ -43,9 +45,15 @@ _OF_OTHERS = Reason.INPUTS(
     "functions of two linears of different inputs are multiplied, so one kernel saves no reads, and each "
     "linear is compiled on its own"
 )
+_OF_RANKS = Reason.INPUTS(
+    "linears of different inputs are multiplied, and their products summed or multiplied by a further linear "
+    "(as in a low-rank fusion), so one kernel saves no reads, and each linear is compiled on its own"
+)
 _CONVOLUTION = (aten.convolution.default,)
 _GROUPED = (aten._grouped_mm.default,)
 _SELECTIONS = (aten.slice.Tensor, aten.select.int, operator.getitem)
+#: What keeps elements, in this order or another one.
+_ORDERED = RESHAPES | CASTS | {aten.permute.default, aten.clone.default}
 _PARTS = frozenset({*SPLITS, *_SELECTIONS})
 #: One operand and numbers.
 _BY_NUMBERS = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor, aten.pow.Tensor_Scalar)
@@ -91,12 +99,36 @@ def other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], 
         return (pair, _OF_LINEARS) if share_input(*ends) else None
     if not share_input(*ends):
         shapes = [value(argument).shape for argument in root.all_input_nodes]
-        if same_sizes(*shapes) and any(_is_of(one, another) for one, another in (ends, ends[::-1])):
+        plain = not any(side.mixed for side in sides)
+        if plain and same_sizes(*shapes) and any(_is_of(one, another) for one, another in (ends, ends[::-1])):
             return pair, _OF_ANOTHER
         # Linears of different inputs are multiplied for many reasons, unless both pass through a function.
-        return (pair, _OF_OTHERS) if all(side.bends for side in sides) else None
+        if all(side.bends for side in sides):
+            return pair, _OF_OTHERS
+        plain = plain and not any(side.bends for side in sides)
+        return (pair, _OF_RANKS) if plain and _is_of_ranks(root, ends) else None
     functions = [name or ", ".join(sorted(side.names)) for name, side in zip(known, sides, strict=True)]
     return pair, _why(ends, functions, any(side.mixed for side in sides))
+
+
+def _is_of_ranks(root: fx.Node, ends: Sequence[fx.Node]) -> bool:
+    """Whether a product of linears is summed over other dims than its columns, or multiplied by a linear."""
+    many = all(_of_many(end) is not None for end in ends)
+    for user in readers(root, _ORDERED):
+        if user.target is aten.sum.dim_IntList:
+            dims: Any = user.args[1]
+            rank = value(user.args[0]).dim()
+            if dims and all(dim % rank != rank - 1 for dim in dims):
+                return True
+        elif user.target is aten.mul.Tensor:
+            others = [
+                x for x in user.args if isinstance(x, fx.Node) and root not in (x, through(x, RESHAPES))
+            ]
+            if any(map(_may_be_side, others)):
+                return True
+        elif many and user.target in (aten.bmm.default, aten.mm.default):
+            return True
+    return False
 
 
 def of_glu(call: fx.Node) -> Said | None:
@@ -185,9 +217,8 @@ def may_be_gated(node: fx.Node) -> bool:
 
 
 def _may_be_side(node: fx.Node) -> bool:
-    passed = RESHAPES | CASTS | {aten.permute.default}
     for _ in range(MOST_STEPS):
-        node = through(node, passed)
+        node = through(node, _ORDERED)
         if (product(node) or columns(node) or _of_many(node)) is not None:
             return True
         if node.target not in _BY_NUMBERS or len(node.all_input_nodes) != 1:

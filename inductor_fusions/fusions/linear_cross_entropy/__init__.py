@@ -164,8 +164,10 @@ class LossHead(Candidate):
                         nodes |= {*each.path, each.loss}
                         waiting += each.path
                 if other not in nodes:
+                    op = read(node)
+                    what = "logits" if op is None or op.name != "log_softmax" else "log-probabilities"
                     raise Reason.USED_ELSEWHERE.rejected(
-                        f"the logits are also read by {other.name}", "let only the loss read the logits"
+                        f"the {what} are also read by {other.name}", f"let only the loss read the {what}"
                     )
         pairs = itertools.combinations(sites, 2)
         if not all(recognise.are_apart(*pair) for pair in pairs):

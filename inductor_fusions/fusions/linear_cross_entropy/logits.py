@@ -219,7 +219,7 @@ def _biased(op: Op) -> tuple[fx.Node, fx.Node]:
 
 def _no_linear(node: fx.Node) -> Rejected:
     op = read(node)
-    what = node.name if op is None else op.name
+    what = node.name if op is None else op.said
     return Reason.LOSS.rejected(
         f"{what} is between the logits and a linear, or no linear computes them",
         "compute the linear in the same graph, and only scale, softcap, cast, slice or view its result",

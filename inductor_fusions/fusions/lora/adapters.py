@@ -347,7 +347,8 @@ def weighted(node: fx.Node) -> Weighted | None:
         found, whole = tensor(by), tensor(x)
         if found is None or whole is None or not isinstance(by, fx.Node) or not has_size_of(x, node):
             continue
-        if found.dim() == 0 or not found.is_floating_point() or whole.dtype != value(node).dtype:
+        is_mask = found.dtype == torch.bool
+        if found.dim() == 0 or not (is_mask or found.is_floating_point()) or whole.dtype != value(node).dtype:
             continue
         inner, core, scale = [node], x, 1.0
         while product(core) is None and isinstance(core, fx.Node) and len(core.users) == 1:

@@ -112,7 +112,7 @@ def _of_up(up: fx.Node) -> str:
         width = 0 if found is None else value(found.node).shape[1]
         narrow = found is not None and is_low_rank(width) and known_true(found.inner == width)
         wider = found is not None and not known_true(value(up).numel() == value(found.node).numel())
-        return REPEATED if narrow and wider and _is_added(up, _TURNED) else ""
+        return REPEATED if narrow and wider and _is_added(up, _TURNED, columns=width) else ""
     weight: Any = up.args[1]
     if not _is_convolution(up) or any(size != 1 for size in value(weight).shape[2:]):
         return ""
@@ -141,12 +141,13 @@ def _narrow(up: fx.Node) -> tuple[Any, tuple[Any, Any, Any]]:
     )
 
 
-def _is_added(node: fx.Node, passed: Sequence[Any], first: Any = None) -> bool:
+def _is_added(node: fx.Node, passed: Sequence[Any], first: Any = None, columns: Any = None) -> bool:
     """Whether a result is added to a product, behind operations of `passed`.
 
     Args:
         first: the first product of a batch of adapters; a batch of products is a base if it reads what this
             reads, and else another gradient, as of an attention without a softmax.
+        columns: how many it had before it was repeated: a sum with as many is the gradient of a mean.
     """
     waiting = [node]
     for each in waiting:
@@ -159,6 +160,8 @@ def _is_added(node: fx.Node, passed: Sequence[Any], first: Any = None) -> bool:
         return True
 
     def has_base(addition: fx.Node) -> bool:
+        if columns is not None and known_true(value(addition).shape[-1] == columns):
+            return False
         return first is None or any(_is_base(term, own, value(addition).numel()) for term in _terms(addition))
 
     return any(_adds_product(each) and has_base(each) for each in additions_behind([node, *ends]))
@@ -178,17 +181,22 @@ def _rotates(node: fx.Node) -> bool:
     sizes = all(isinstance(size, int) for size in (rank, columns, width))
     if not sizes or rank != columns or rank > MOST_RANK or width <= rank or width % rank:
         return False
-    seen, waiting = set[fx.Node](), [blocks]
+    if _is_computed(blocks):
+        return False
+    behind = users_behind(node, frozenset((*_TURNED, *RESHAPES)))
+    return any(p is not None and p.inner == width for p in map(product, behind))
+
+
+def _is_computed(matrices: fx.Node) -> bool:
+    """Whether a linear, or very many operations, make matrices: they are activations, and no weights."""
+    seen, waiting = set[fx.Node](), [matrices]
     while waiting:
         each = waiting.pop()
         if product(each) is not None or len(seen) > _MOST_OF_BLOCKS:
-            return False
+            return True
         waiting += [] if each in seen else each.all_input_nodes
         seen.add(each)
-    last = [
-        each for each in users_behind(node, frozenset((*_TURNED, *RESHAPES))) if product(each) is not None
-    ]
-    return any(p is not None and p.inner == width for p in map(product, last))
+    return False
 
 
 def _adds_product(node: fx.Node) -> bool:
@@ -233,7 +241,9 @@ def _is_weight(node: fx.Node, steps: int = 8) -> bool:
 
 
 def _is_merged(matrices: Any) -> bool:
-    """Whether the right operand of a batch of products has products of low rank in it."""
+    """Whether the right operand of a batch of products has products of low rank in it, of weights alone."""
+    if not isinstance(matrices, fx.Node) or _is_computed(matrices):
+        return False
     for term, _ in summands(_turned(_core(matrices))):
         found = _turned(_core(term))
         if isinstance(found, fx.Node) and found.target in _BATCHES:

@@ -100,9 +100,15 @@ def unsupported(node: fx.Node) -> str:
 def _is_bilinear(op: Op) -> bool:
     """Whether a product is `u @ w @ v.T`, with a matrix w, and neither scores of an attention nor logits.
 
-    Two linears have transposed weights both, or neither; where w is narrow, it may be an adapter.
+    Or, of one row of u and v each, with a batch of them. Two linears have transposed weights both, or
+    neither; where w is narrow, it may be an adapter.
     """
-    inner = read(op.input)
+    inner, made = read(op.input), tensor(op.node)
+    if made is not None and made.dim() > 2 and all(known_true(size == 1) for size in made.shape[-2:]):
+        while inner is not None and inner.name in VIEWS:
+            inner = read(inner.input)
+        w = None if inner is None or inner.name != "matmul" else tensor(inner["other"])
+        return w is not None and not known_true(w.shape[-1] == 1) and not _is_normalised(op)
     if inner is None or inner.name != "matmul" or not is_transposed(op["other"]):
         return False
     w, u, v = tensor(inner["other"]), tensor(inner.input), tensor(op["other"])
@@ -110,15 +116,20 @@ def _is_bilinear(op: Op) -> bool:
         return False
     if w.dim() != 2 or is_transposed(inner["other"]) or not known_true(2 * w.shape[1] > w.shape[0]):
         return False
+    return not _is_normalised(op)
+
+
+def _is_normalised(op: Op) -> bool:
+    """Whether the result of an operation is scores or logits."""
     waiting = [op.node]
     for each in waiting:
         for user in readers(each):
             by = read(user)
             if by is not None and by.name in _NORMALISED:
-                return False
+                return True
             if by is not None and by.name in _SCORES and len(waiting) < 16:
                 waiting.append(user)
-    return True
+    return False
 
 
 def _of_three(op: Op) -> str:

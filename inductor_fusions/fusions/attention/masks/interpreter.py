@@ -12,8 +12,10 @@ from torch import fx
 from ...._inductor import is_batched, known_true
 from ....effects.inplace import arguments, inputs
 from ....graph import torch_ops
+from ....graph.dims import bounds, per_dim
+from ....operands import same_shape
 from ..aliasing import Mutations, adds_nothing
-from .algebra import as_bool, substitute
+from .algebra import as_bool, choose, compare, conjunction, substitute
 from .dtypes import held, of_dtype
 from .proofs import reduce
 from .values import (
@@ -104,22 +106,26 @@ class Interpreter:
             self._depth -= 1
 
     def _assigned(self, node: fx.Node, writer: fx.Node) -> Value:
-        """The value of `node` after `node[:, :] = value`, where that is all of it."""
+        """The value of `node` after `node[index] = value`: a number in a box or by a mask, or all of it."""
         target = torch_ops.tensor(node)
         args, _ = arguments(writer)
         if target is None or is_batched(target) or len(args) != 3:
             return None
-        index, given = torch_ops.concrete(args[1]), args[2]
-        if not _covers(index if isinstance(index, tuple) else (index,), target.shape):
-            return None
+        mask, given = torch_ops.tensor(args[1]), args[2]
+        if mask is not None:
+            whole = mask.dtype == torch.bool and same_shape(mask.shape, target.shape)
+            inside = self.boolean(args[1]) if whole else None
+        else:
+            inside = _box(torch_ops.concrete(args[1]), target.shape)
         source = torch_ops.tensor(given)
         if source is not None:
             same = source.dtype == target.dtype and source.dim() <= target.dim() and not is_batched(source)
-            return self.read(given) if same else None
+            return self.read(given) if same and inside is True else None
         number = torch_ops.concrete(given)
         if not isinstance(number, (bool, int, float)):
             return None
-        return of_dtype(number, target.dtype)
+        written = of_dtype(number, target.dtype)
+        return written if inside is True else choose(inside, written, self.read(node))
 
     def _made(self, node: fx.Node) -> Value:
         """The value that a node has made.
@@ -290,19 +296,24 @@ DEEPEST = 40
 LARGEST = 256
 
 
-def _covers(index: tuple[Any, ...], shape: Sequence[Any]) -> bool:
-    """Whether an index of slices is all of a tensor."""
-    if index == (Ellipsis,):
-        return True
-    if len(index) > len(shape):
-        return False
-    return all(
-        isinstance(item, slice)
-        and item.step in (None, 1)
-        and (item.start is None or (isinstance(item.start, int) and item.start == 0))
-        and (item.stop is None or known_true(item.stop >= extent))
-        for item, extent in zip(index, shape, strict=False)
-    )
+def _box(index: Any, shape: Sequence[Any]) -> Bool | None:
+    """Where an index of slices is in a tensor: True if it is all of it. None of any other index."""
+    parts, conditions = per_dim(index, len(shape)), list[Bool | None]()
+    if parts is None or len(parts) != len(shape):
+        return None
+    for dim, (part, extent) in enumerate(zip(parts, shape, strict=True), -len(shape)):
+        if type(part) is int:
+            part = slice(part, part + 1 or None)
+        if not isinstance(part, slice) or part.step not in (None, 1):
+            return None
+        start, stop = bounds(part, extent)
+        if not known_true(start >= 0) or not known_true(stop <= extent):
+            return None
+        if not known_true(start == 0):
+            conditions.append(compare("ge", identity(dim), Affine(start)))
+        if not known_true(stop == extent):
+            conditions.append(compare("lt", identity(dim), Affine(stop)))
+    return conjunction([each for each in conditions if each is not None])
 
 
 #: The value of an operation, from those of its arguments.

@@ -11,7 +11,7 @@ from torch import fx
 
 from inductor_fusions import config, testing
 from inductor_fusions._inductor import value_of
-from tests.attention.support import cases, check, qkv, scored, sdpa
+from tests.attention.support import cases, check, flex_everywhere, qkv, scored, sdpa
 
 B, H, N, D = 2, 3, 32, 16
 
@@ -141,7 +141,7 @@ def test_strides_that_depend_on_data() -> None:
     assert returned.target is torch.ops.inductor_fusions.own.default
 
 
-#: Biases that flex attention reads in its C++ template, which reads nothing but tensors in memory.
+#: Biases that flex attention captures: inputs, what is computed, and views of both.
 CAPTURED: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "an input": lambda q, k, x, m: torch.tanh(q @ k.mT * 0.3 + x[..., :N]),
     "an input, further on": lambda q, k, x, m: torch.tanh(q @ k.mT * 0.3 + x[..., 8:]),
@@ -163,12 +163,16 @@ CAPTURED: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
 }
 
 
-@pytest.mark.slow
 @cases(CAPTURED)
-@pytest.mark.usefixtures("vector_code")
 def test_captured_by_flex_attention(case: Any) -> None:
     hidden = torch.zeros(B, 1, N, N).masked_fill(torch.rand(B, 1, N, N) < 0.3, -1e9)
     hidden[..., 0] = 0.0
     fn = lambda q, k, v, x, m: torch.softmax(case(q, k, x, m), -1) @ v  # noqa: E731
     inputs = (*qkv(N, N, grad=False), torch.randn(B, H, N, N + 8), hidden)
-    check(fn, inputs, kernel="flex", train=False, backend="inductor")
+    pytest.importorskip("triton")
+    from devtools import cuda_codegen
+
+    with flex_everywhere("flex"), config.patch(strict=True, policy="always"):
+        check(fn, inputs, kernel="flex", train=False)
+        code = cuda_codegen.generate(fn, inputs, run=False)
+    assert any(kernel.is_template and "flex_attention" in kernel.name for kernel in code.kernels)

@@ -88,7 +88,7 @@ class Emitter:
             self._scaled_operand(k, problem.key_scalers),
             self._scaled_operand(v, problem.value_scalers),
         ]
-        if problem.q.value.device.type == "cpu" or kernel in ("sdpa", "efficient", "row_bias"):
+        if kernel in ("sdpa", "efficient", "row_bias"):
             found = [_in_rows(build, each) for each in found]
         return found
 

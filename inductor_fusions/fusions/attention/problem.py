@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from ..._inductor import holds_now, known_true
-from ...effects.liveness import readers
 from ...graph import torch_ops
 from ...operands import check_random_numbers, holds, same_shape
 from ...reasons import Reason
@@ -109,12 +108,6 @@ class Problem:
         return any(map(takes_gradient, (*self.mask_nodes, *sink)))
 
     @property
-    def bare_output(self) -> bool:
-        """Whether the result goes into products as it is, with nothing pointwise behind the kernel."""
-        nodes = [result.node for result in self.results]
-        return all(torch_ops.value(node).dtype == self.dtype and _feeds_products(node) for node in nodes)
-
-    @property
     def first_scale(self) -> Any:
         """What q @ k^T is multiplied by."""
         scale = self.stages[0][0].scale if self.stages else self.scale
@@ -193,24 +186,6 @@ def is_number(operand: Operand) -> bool:
     """Whether a tensor has no dims of its own: one on a CPU may scale tensors on any device."""
     found = torch_ops.tensor(operand.node)
     return found is not None and found.dim() == 0
-
-
-def _feeds_products(node: fx.Node | None) -> bool:
-    """Whether a value is read by matrix products and by nothing else, through views and transposes."""
-    for user in readers(node) if node is not None else ():
-        op = torch_ops.read(user)
-        if op is None:
-            if user.op != "output":
-                return False
-        elif op.name in torch_ops.VIEWS | torch_ops.TRANSPOSES | {"contiguous", "to", "detach"}:
-            before, after = torch_ops.tensor(node), torch_ops.tensor(user)
-            if before is None or after is None or before.dtype != after.dtype:
-                return False
-            if not _feeds_products(user):
-                return False
-        elif op.name not in ("linear", "matmul", "bmm"):
-            return False
-    return True
 
 
 def same_problem_shapes(problem: Problem) -> bool:

@@ -125,6 +125,27 @@ def test_odd_strides_of_a_single_query() -> None:
     assert q.shape[-2] == 1 and all(stride % 8 == 0 for stride in q.stride()[:-1])
 
 
+#: Queries, keys and values of which rows overlap, or are one row.
+OVERLAPPING: dict[str, Callable[[Any], Any]] = {
+    "one element apart": lambda x: x.unfold(-1, D, 1)[:, :, :N],
+    "two elements apart": lambda x: x.unfold(-1, D, 2)[:, :, :N],
+    "by as_strided": lambda x: x.as_strided((B, H, N, D), (H * 5, 5, 3, 1)),
+    "one row": lambda x: x[:, :, None, :D].expand(-1, -1, N, -1),
+}
+
+
+@cases(OVERLAPPING)
+@pytest.mark.parametrize("which", range(3), ids="qkv")
+def test_rows_that_overlap(case: Any, which: int) -> None:
+    """A kernel of SDPA for a CPU reads other memory where rows begin one element apart."""
+
+    def fn(x: Any, *operands: Any) -> Any:
+        q, k, v = operands[:which] + (case(x),) + operands[which:]
+        return torch.softmax(q @ k.mT * 0.3, -1) @ v
+
+    check(fn, (torch.randn(B, H, 3 * N), *qkv(N, N, grad=False)[:2]), train=False)
+
+
 def test_strides_that_depend_on_data() -> None:
     """Inductor may lay out such an output as it likes, if it computes it itself."""
 

@@ -63,6 +63,15 @@ def test_no_columns() -> None:
     assert seen.codes("lora") == [Reason.EMPTY.code]
 
 
+def test_rows_that_depend_on_data() -> None:
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        x = x[(x[:, 0] > 0).nonzero()[:, 0]]
+        return F.linear(x, w) + F.linear(F.linear(x, a), b)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert check(fn, operands()).fused("lora") == 1
+
+
 def test_two_products_of_a_batch_and_a_residual_are_no_adapters() -> None:
     def fn(x: Any, a: Any, b: Any) -> Any:
         return x + torch.bmm(torch.bmm(x, a), b) * 2.0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import holds_now, known_true
+from ..._inductor import holds_now, known_true, value_of
 from ...graph import torch_ops
 from ...operands import check_random_numbers, holds, same_shape
 from ...reasons import Reason
@@ -151,6 +151,32 @@ def check_sizes(problem: Problem) -> None:
     for size in _sizes(problem):
         if not holds_now(size >= 1):
             raise Reason.EMPTY.rejected(f"the size {size} may be 0")
+    if _read_from_a_tensor(problem):
+        raise Reason.EMPTY.rejected("a size is read from a tensor by item, and may be 0")
+
+
+def _read_from_a_tensor(problem: Problem) -> bool:
+    """Whether a size may be a number that `item` reads, for which AOTAutograd takes a symbol of its own.
+
+    Dynamo guards on the number, and a condition that holds for its symbol is not known of the other one.
+    """
+    found: set[fx.Node] = set()
+    for node in problem.q.node.graph.nodes:
+        op, inputs = torch_ops.read(node), found.intersection(node.all_input_nodes)
+        if op is not None and op.name == "item":
+            by_number = isinstance(value_of(node), (int, torch.SymInt))
+        else:
+            scales = op is not None and op.name in _ARITHMETIC and torch_ops.tensor(node) is not None
+            by_number = bool(inputs) and (
+                not scales or any(torch_ops.tensor(each) is not None for each in inputs)
+            )
+        if by_number:
+            found.add(node)
+    return not found.isdisjoint(operand.node for operand in (problem.q, problem.k, problem.v))
+
+
+#: What takes a number, and gives a tensor the size of which is not that number.
+_ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
 
 
 def check_dropout(p: float) -> None:

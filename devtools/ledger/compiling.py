@@ -27,7 +27,7 @@ from inductor_fusions.fusions.attention import flex
 
 ARCH = 90
 DEVICES = ("cuda", "cpu")
-#: Within the reasons that are about flex attention, which a CPU has only some of.
+#: Within the reasons that are about flex attention, which is for GPUs.
 FLEX = "flex attention"
 #: What leaves a site to stock on a CPU, in fusions before autograd.
 ON_A_GPU = (
@@ -66,11 +66,11 @@ def compiled(entry: Entry) -> dict[str, Compiled]:
     """Compile a model for each device; nothing is run but the graphs that Inductor is given, on the CPU.
 
     Attention is decided before the device of the code is known, as on a CPU. Where flex attention was left
-    because a CPU has only some of it, the code for a GPU is written once more, with all of it.
+    because it is for GPUs, the code for a GPU is written once more, with it.
     """
     found, sites = _compiled(entry, DEVICES)
     if any(site.fusion == "attention" and FLEX in site.reason for site in sites):
-        with mock.patch.object(flex, "LIMITED", frozenset()):
+        with mock.patch.object(flex, "DEVICES", frozenset(DEVICES)):
             found |= _compiled(entry, ("cuda",))[0]
     return found
 

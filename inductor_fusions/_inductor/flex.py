@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
 import torch
@@ -40,9 +39,3 @@ def flex_block_mask(
     empty = flex._create_empty_block_mask(torch.empty(1, 1, 1, 1), torch.empty(1, 1, 1, 1)).as_tuple()
     orders = (None,) * (len(empty) - 13)
     return (*lengths, *rows, *full_rows, *columns, *full_columns, *orders, side, side, mask_mod)
-
-
-def flex_on_cpu() -> bool:
-    """Whether Inductor's C++ template of flex attention compiles here: it is written in vector code."""
-    isa = importlib.import_module("torch._inductor.cpu_vec_isa").pick_vec_isa()
-    return bool(isa) and torch.cpu._is_avx2_supported() and sys.platform != "darwin"

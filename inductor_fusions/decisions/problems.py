@@ -8,7 +8,7 @@ measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -218,13 +218,18 @@ def _block_fills(row: Row, kernel: str, processors: int) -> float:
     return wave_quantization(row["tokens"], widths, processors) if many else 0.0
 
 
+def _padded(ranks: Sequence[int]) -> int:
+    """The width of the tiles of all adapters together; 0 if one of them is empty."""
+    return sum(map(padded, ranks)) if all(ranks) else 0
+
+
 def _lora_same(row: Row) -> tuple[Hashable, ...]:
     few = row["tokens"] <= FEW_ROWS
     return half(row["dtype"]), half(row["adapters"]), row["layout"], row.get("tf32", False), few
 
 
 def _lora_sizes(row: Row) -> tuple[float, ...]:
-    ranks = sum(padded(rank) for ranks in row["ranks"] for rank in ranks)
+    ranks = _padded([rank for ranks in row["ranks"] for rank in ranks])
     count = len(row["inner"]) + len(row["outer"]) - 1
     return sum(row["inner"]), sum(row["outer"]), ranks, count, row["tokens"]
 
@@ -234,7 +239,7 @@ def _sums_same(row: Row) -> tuple[Hashable, ...]:
 
 
 def _sums_sizes(row: Row) -> tuple[float, ...]:
-    ranks = sum(map(padded, row["ranks"]))
+    ranks = _padded(row["ranks"])
     return sum(row["inner"]), row["columns"], ranks, len(row["inner"]), 1 + row["masks"], row["tokens"]
 
 
@@ -245,7 +250,7 @@ def _narrow_same(row: Row) -> tuple[Hashable, ...]:
 
 def _narrow_sizes(row: Row) -> tuple[float, ...]:
     count = len(row["ranks"])
-    return row["width"], sum(map(padded, row["ranks"])) / count, count, row["tokens"]
+    return row["width"], _padded(row["ranks"]) / count, count, row["tokens"]
 
 
 def _dropout_same(row: Row) -> tuple[Hashable, ...]:
@@ -327,7 +332,7 @@ SECTIONS: Mapping[str, Section] = {
                 masks=is_count, tokens=is_size,
             ),
             _dropout_same,
-            lambda row: (row["inner"], row["outer"], padded(row["rank"]), row["tokens"]),
+            lambda row: (row["inner"], row["outer"], _padded([row["rank"]]), row["tokens"]),
             (1.0,) * 4, may=_TF32, measured=_GAIN, needed=("gain",),
         ),
         Section(

@@ -46,6 +46,6 @@ class DynamoScope(Scope):
             Rejected: something is written in between, or over a saved operand, modes differ, or a derivative
                 is taken that the operation lacks.
         """
+        check_operation([*nodes, last], self.derivatives)  # of tensors with hidden dims writes are unknown
         check_between(nodes, last, where, self.modes, self.effects)
         check_kept(saved, last, self.effects)
-        check_operation([*nodes, last], self.derivatives)

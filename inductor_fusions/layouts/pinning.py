@@ -13,7 +13,6 @@ backward. `kernel_defects` does it for the queries of the user's own calls.
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any
 
@@ -31,9 +30,6 @@ aten = torch.ops.aten
 _FORWARD, _BACKWARD = (7, 8), (12, 13)
 #: A captured value that at least so many scores share is computed once, not once for each score.
 REUSE = 8
-
-#: Devices whose kernel fails if the computation of a captured tensor is inlined.
-_READS_BUFFERS = frozenset({"cpu"})
 
 _RESHAPES = frozenset({aten.reshape.default, aten.view.default})
 #: What is computed from its own index, and views that read it at few places.
@@ -67,10 +63,9 @@ def pin(graph: fx.Graph) -> int:
         for position in positions.get(call.target, ()):
             q, k = (operands.value(node) for node in call.args[:2])
             scores = hint(q.shape[0] * q.shape[1]) * hint(q.shape[2]) * hint(k.shape[2])
-            least = math.inf if q.device.type in _READS_BUFFERS else scores / REUSE
             for captured in call.args[position] if len(call.args) > position else ():
                 if isinstance(captured, fx.Node) and tensor(captured) is not None:
-                    _settle(call, captured, least, settled)
+                    _settle(call, captured, scores / REUSE, settled)
     return len(settled)
 
 
@@ -131,8 +126,7 @@ def _settle(first: fx.Node, captured: fx.Node, least: float, settled: dict[fx.No
                 settled[node] = _as_strided(node)
                 user.replace_input_with(node, settled[node])
             continue
-        viewed = _is_view(node) and not (least == math.inf and _may_copy(node))
-        if not viewed and (
+        if not _is_view(node) and (
             not _is_inlined(node) or len(node.users) > 1 or hint(operands.value(node).numel()) <= least
         ):
             settled[node] = _as_strided(node)
@@ -155,12 +149,6 @@ def _is_view(node: fx.Node) -> bool:
         return True
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(each.alias_info is not None for each in schema.returns)
-
-
-def _may_copy(view: fx.Node) -> bool:
-    """Whether a view is no view of the buffer for Inductor, which copies what it is then."""
-    source = tensor(view.args[0])
-    return view.target in _RESHAPES and source is not None and not _inductor.is_dense(source)
 
 
 def _is_inlined(node: fx.Node) -> bool:

@@ -97,17 +97,7 @@ def unfused(fn: Function, inputs: Sequence[Any] | Mapping[str, Any], reason: str
 
 
 #: Reason of a case that only flex attention can express.
-FLEX = "no backward on a CPU"
-
-
-@contextlib.contextmanager
-def flex_everywhere(kernel: str = "auto") -> Iterator[None]:
-    """Flex attention as on a GPU: with a backward, a logsumexp and whatever comes behind it.
-
-    Inductor's template for a CPU has none of them; the graphs are run without it.
-    """
-    with mock.patch.object(flex, "LIMITED", frozenset()), config.patch(attention_kernel=kernel):
-        yield
+FLEX = "flex attention is used on cuda only"
 
 
 @contextlib.contextmanager
@@ -117,13 +107,18 @@ def _everywhere(module: Any, kernel: str) -> Iterator[None]:
         yield
 
 
+def flex_everywhere(kernel: str = "auto") -> contextlib.AbstractContextManager[None]:
+    """Flex attention on the CPU too: the graphs are run, not the template, which has no backward there."""
+    return _everywhere(flex, kernel)
+
+
 #: The operations for short attention and for few queries wherever they can be, on the CPU too.
 short_everywhere = functools.partial(_everywhere, terms, "short")
 decode_everywhere = functools.partial(_everywhere, decode, "decode")
 
 
 def through_flex(fn: Function, inputs: Sequence[Any] | Mapping[str, Any], **options: Any) -> testing.Checked:
-    """Assert that the one candidate is left alone on a CPU in training, and is flex attention elsewhere."""
+    """Assert that the one candidate is left alone on a CPU, and is flex attention elsewhere."""
     unfused(fn, inputs, FLEX, **options)
     with flex_everywhere():
         return check(fn, inputs, kernel="flex", **options)

@@ -195,6 +195,37 @@ def test_size_that_depends_on_data(asserted: bool) -> None:
             unfused(fn, inputs, "may be 0")
 
 
+#: How a number is read from a tensor and becomes a size, and whether the attention is fused all the same.
+READ: dict[str, tuple[Any, bool]] = {
+    "keys": (lambda q, k, v, n: scores(q, k[:, :, :n]).softmax(-1) @ v[:, :, :n], False),
+    "queries": (lambda q, k, v, n: scores(q.narrow(2, 0, n), k).softmax(-1) @ v, False),
+    "only a factor": (lambda q, k, v, n: scores(q * n, k).softmax(-1) @ v, True),
+    "only a mask": (
+        lambda q, k, v, n: scores(q, k).masked_fill(torch.arange(k.shape[2]) >= n, -1e9).softmax(-1) @ v, True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [4, 1])
+@cases(READ)
+def test_size_that_is_read_from_a_tensor(case: tuple[Any, bool], count: int) -> None:
+    """Dynamo guards on the number, and AOTAutograd reads another one that may be 0."""
+    attention, fused = case
+
+    def fn(q: Any, k: Any, v: Any, count: Any) -> Any:
+        count = count.item()
+        torch._check(count >= 0)
+        torch._check(count <= q.shape[2])
+        return attention(q, k, v, count)
+
+    inputs = (*qkv(grad=False), torch.tensor(count))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        if fused:
+            check(fn, inputs, train=False)
+        else:
+            unfused(fn, inputs, "read from a tensor", train=False)
+
+
 #: Attention by indices that depend on data, how many there are at least, and why it is left.
 FROM_DATA: dict[str, tuple[Any, int, str]] = {
     "maybe no queries": (lambda q, k, v, at: scores(q[:, :, at], k).softmax(-1) @ v, 0, "may be 0"),

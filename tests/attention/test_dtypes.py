@@ -16,6 +16,7 @@ from tests.attention.support import (
     check,
     qkv,
     rand,
+    same_as_eager,
     scored,
     sdpa,
     unfused,
@@ -152,6 +153,13 @@ def test_downcast_scores() -> None:
 })  # fmt: skip
 def test_integers_and_booleans(case) -> None:
     check(case, qkv(), fused=0)
+
+
+def test_complex_values() -> None:
+    fn = lambda q, k, v: torch.softmax(q @ k.mT, -1).to(v.dtype) @ v  # noqa: E731
+    inputs = (*qkv()[:2], torch.randn(BATCH, HEADS, KV_LEN, 16, dtype=torch.complex64))
+    (site,) = same_as_eager(fn, inputs).sites
+    assert site.reason == "the attention weights are cast to a dtype that is not floating point"
 
 
 # -- autocast -------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ NOT_A_MASK = {
     "positive": (lambda s, m: s.masked_fill(~m, 1e9), "range"),
     "scaled away": (lambda s, m: s.masked_fill(~m, -1e4) / 100.0, FLEX),
     "negated": (lambda s, m: -s.masked_fill(~m, -1e9), "range"),
-    "NaN": (lambda s, m: s.masked_fill(m.all(), float("nan")), "range"),
+    "NaN": (lambda s, m: s.masked_fill(m.all(), float("nan")), "replaced by NaN"),
     "tensor": (lambda s, m: torch.where(m, s, m.float().sum(-1, keepdim=True)), "mask"),
     "other scores": (lambda s, m: torch.where(m, s, s - 2.0), ""),
     "of the scores": (lambda s, m: torch.where(s > 0.0, s, LOWEST), "used-elsewhere"),

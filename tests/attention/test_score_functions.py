@@ -8,7 +8,6 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from inductor_fusions import config, testing
-from inductor_fusions.fusions.attention import flex
 from tests.attention.support import (
     BATCH,
     HEADS,
@@ -120,49 +119,6 @@ def test_dropout() -> None:
     assert [s.reason for s in run.sites] == [
         "the scores pass through tanh, and flex attention has no dropout"
     ]
-
-
-BEHIND = {
-    "a product": (lambda out, w: out.transpose(1, 2).flatten(2) @ w, True),
-    "linear": (lambda out, w: torch.nn.functional.linear(out.transpose(1, 2).flatten(2), w.T), True),
-    "a gate": (lambda out, w: out * out.new_full((), 2.0), False),
-    "a sum": (lambda out, w: out + 1.0, False),
-    "a sum of a view": (lambda out, w: out.transpose(1, 2) + 1.0, False),
-}
-
-
-@pytest.mark.parametrize("what", list(BEHIND))
-@pytest.mark.usefixtures("vector_code")
-def test_on_a_cpu(what: str) -> None:
-    """Inductor's template for a CPU is used where nothing pointwise stands behind it."""
-    change, fused = BEHIND[what]
-
-    def fn(q, k, v, w):
-        return change(torch.softmax(torch.tanh(q @ k.mT * 0.2) * 5.0, -1) @ v, w)
-
-    inputs = (*qkv(grad=False), rand(HEADS * 16, 8, grad=False))
-    reason = None if fused else "cannot be followed by pointwise operations"
-    check(fn, inputs, train=False, fused=int(fused), reason=reason, backend="inductor")
-
-
-def test_on_a_cpu_without_vector_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "flex_on_cpu", lambda: False)
-    fn = scored(lambda s: torch.tanh(s / 5.0) * 5.0)
-    unfused(fn, qkv(grad=False), "vector instructions", train=False)
-
-
-@pytest.mark.parametrize("dims, reason", [(3, "only views of 4-D tensors"), (4, "")])
-def test_views_on_a_cpu(dims: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor's template reads the sizes of what q is a view of."""
-    monkeypatch.setattr(flex, "flex_on_cpu", lambda: True)
-    inputs = (torch.randn((2, 12, 32) if dims == 3 else (2, 12, 2, 16)) for _ in range(3))
-
-    def fn(q, k, v):
-        q, k, v = (x.view(2, 12, 2, 16).transpose(1, 2) for x in (q, k, v))
-        return (torch.tanh(q @ k.mT).softmax(-1) @ v) @ torch.ones(16, 16)
-
-    (site,) = capture(fn, *inputs).sites
-    assert reason in site.reason and site.verdict == ("left to stock" if reason else "fused")
 
 
 def test_overwritten_operand() -> None:

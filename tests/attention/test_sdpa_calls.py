@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from inductor_fusions import config
-from inductor_fusions.fusions.attention import flex
 from tests.attention.support import (
     BATCH,
     HEADS,
@@ -20,6 +19,7 @@ from tests.attention.support import (
     capture,
     cases,
     check,
+    flex_everywhere,
     qkv,
     rand,
     same_as_eager,
@@ -207,22 +207,20 @@ def test_queries_that_are_shared(shared: int) -> None:
 PADDED = "already an SDPA call; its mask is causal+pad, and flex attention "
 
 
-@pytest.mark.parametrize(("call", "options", "reason"), [
-    (lambda q, k, v, m: sdpa_of(q, k, v, m).tanh(), {}, f"{PADDED}on a CPU cannot be followed"),
-    (lambda q, k, v, m: sdpa_of(q, k, v, m, dropout_p=0.1), {}, f"{PADDED}has no dropout"),
-    (lambda q, k, v, m: sdpa_of(q, k, v, m), {"train": True}, f"{PADDED}has no backward on a CPU"),
-    (lambda q, k, v, m: sdpa_of(q, k, v, m), {"attention_kernel": "sdpa"}, f"{PADDED}is not selected"),
-    (lambda q, k, v, m: sdpa_of(q, k, v, None), {}, "already an SDPA call without a mask"),
-    (lambda q, k, v, m: sdpa_of(q, k, v, rand(S, S)), {}, "nothing is proved about its mask"),
+@pytest.mark.parametrize(("call", "kernel", "everywhere", "reason"), [
+    (lambda q, k, v, m: sdpa_of(q, k, v, m), "auto", False, f"{PADDED}is used on cuda only, not on cpu"),
+    (lambda q, k, v, m: sdpa_of(q, k, v, m), "flex", False, f"{PADDED}is used on cuda only"),
+    (lambda q, k, v, m: sdpa_of(q, k, v, m, dropout_p=0.1), "auto", False, f"{PADDED}has no dropout"),
+    (lambda q, k, v, m: sdpa_of(q, k, v, m), "sdpa", True, f"{PADDED}is not selected"),
+    (lambda q, k, v, m: sdpa_of(q, k, v, None), "auto", False, "already an SDPA call without a mask"),
+    (lambda q, k, v, m: sdpa_of(q, k, v, rand(S, S)), "auto", False, "nothing is proved about its mask"),
 ])  # fmt: skip
-def test_reason(call: Any, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason(call: Any, kernel: str, everywhere: bool, reason: str) -> None:
     """What was proved of a mask, and what is missing for a kernel that skips what it hides."""
-    monkeypatch.setattr(flex, "flex_on_cpu", lambda: True)
-    train = options.get("train", False)
-    inputs = (*(t.requires_grad_(train) for t in qkv(S, S, dim=16)), torch.ones(BATCH, S).bool())
-    kernel = options.get("attention_kernel", "auto")
-    with config.patch(policy="always", attention_kernel=kernel):
-        seen = capture(call, *inputs, train=train)
+    inputs = (*qkv(S, S, dim=16, grad=False), torch.ones(BATCH, S).bool())
+    allowed = flex_everywhere(kernel) if everywhere else config.patch(attention_kernel=kernel)
+    with config.patch(policy="always"), allowed:
+        seen = capture(call, *inputs)
     (site,) = seen.sites
     assert site.verdict == "left to stock" and reason in site.reason, site
 

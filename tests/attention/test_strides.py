@@ -11,7 +11,7 @@ from torch import fx
 
 from inductor_fusions import config, testing
 from inductor_fusions._inductor import value_of
-from tests.attention.support import cases, check, qkv, scored, sdpa
+from tests.attention.support import cases, check, flex_everywhere, qkv, scored, sdpa
 
 B, H, N, D = 2, 3, 32, 16
 
@@ -125,6 +125,27 @@ def test_odd_strides_of_a_single_query() -> None:
     assert q.shape[-2] == 1 and all(stride % 8 == 0 for stride in q.stride()[:-1])
 
 
+#: Queries, keys and values of which rows overlap, or are one row.
+OVERLAPPING: dict[str, Callable[[Any], Any]] = {
+    "one element apart": lambda x: x.unfold(-1, D, 1)[:, :, :N],
+    "two elements apart": lambda x: x.unfold(-1, D, 2)[:, :, :N],
+    "by as_strided": lambda x: x.as_strided((B, H, N, D), (H * 5, 5, 3, 1)),
+    "one row": lambda x: x[:, :, None, :D].expand(-1, -1, N, -1),
+}
+
+
+@cases(OVERLAPPING)
+@pytest.mark.parametrize("which", range(3), ids="qkv")
+def test_rows_that_overlap(case: Any, which: int) -> None:
+    """A kernel of SDPA for a CPU reads other memory where rows begin one element apart."""
+
+    def fn(x: Any, *operands: Any) -> Any:
+        q, k, v = operands[:which] + (case(x),) + operands[which:]
+        return torch.softmax(q @ k.mT * 0.3, -1) @ v
+
+    check(fn, (torch.randn(B, H, 3 * N), *qkv(N, N, grad=False)[:2]), train=False)
+
+
 def test_strides_that_depend_on_data() -> None:
     """Inductor may lay out such an output as it likes, if it computes it itself."""
 
@@ -141,7 +162,7 @@ def test_strides_that_depend_on_data() -> None:
     assert returned.target is torch.ops.inductor_fusions.own.default
 
 
-#: Biases that flex attention reads in its C++ template, which reads nothing but tensors in memory.
+#: Biases that flex attention captures: inputs, what is computed, and views of both.
 CAPTURED: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "an input": lambda q, k, x, m: torch.tanh(q @ k.mT * 0.3 + x[..., :N]),
     "an input, further on": lambda q, k, x, m: torch.tanh(q @ k.mT * 0.3 + x[..., 8:]),
@@ -163,12 +184,16 @@ CAPTURED: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
 }
 
 
-@pytest.mark.slow
 @cases(CAPTURED)
-@pytest.mark.usefixtures("vector_code")
 def test_captured_by_flex_attention(case: Any) -> None:
     hidden = torch.zeros(B, 1, N, N).masked_fill(torch.rand(B, 1, N, N) < 0.3, -1e9)
     hidden[..., 0] = 0.0
     fn = lambda q, k, v, x, m: torch.softmax(case(q, k, x, m), -1) @ v  # noqa: E731
     inputs = (*qkv(N, N, grad=False), torch.randn(B, H, N, N + 8), hidden)
-    check(fn, inputs, kernel="flex", train=False, backend="inductor")
+    pytest.importorskip("triton")
+    from devtools import cuda_codegen
+
+    with flex_everywhere("flex"), config.patch(strict=True, policy="always"):
+        check(fn, inputs, kernel="flex", train=False)
+        code = cuda_codegen.generate(fn, inputs, run=False)
+    assert any(kernel.is_template and "flex_attention" in kernel.name for kernel in code.kernels)

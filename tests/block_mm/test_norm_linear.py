@@ -79,6 +79,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
     "twice": Twice,
     "last": Last,
     "torch": lambda: nn.RMSNorm(64, eps=1e-6),
+    "eps of 0": lambda: nn.RMSNorm(64, eps=0.0),
     "reciprocal": written(lambda x, mean: x * (1 / torch.sqrt(mean + 1e-5))),
     "quotient": written(lambda x, mean: x / (mean + 1e-5).sqrt()),
     "power": written(lambda x, mean: x * (mean + 1e-5) ** -0.5),

@@ -206,6 +206,7 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "overwritten index": (overwritten_index, "overwritten"),
     "another second operand": (lambda x, t: torch.bmm(t, (t + 1).mT)[:, LI, LJ], None),
     "another transpose": (lambda x, t: (t @ t.transpose(0, 1).transpose(0, 2))[:, [1], [0]], None),
+    "no pairs": (lambda x, t: products(t)[:, LI[:0], LJ[:0]], "no pair is read"),
     "permuted": (lambda x, t: torch.bmm(t, t.permute(0, 1, 2))[:, [1, 2], [0, 0]], None),
     "over the samples": (lambda x, t: torch.einsum("bid,bjd->ijb", t, t)[:, [1, 2], [0, 0]], None),
     "scaled by a tensor": (lambda x, t: (products(t) * x[:, :1, None])[:, LI, LJ], None),

@@ -168,6 +168,23 @@ def test_autocast() -> None:
     assert [site.reason for site in run.sites] == ["the operands have different dtypes, or autocast is on"]
 
 
+@pytest.mark.parametrize(
+    ("transform", "reason"),
+    [
+        (torch.func.grad, "inside torch.func.grad"),
+        (torch.func.jacrev, "inside torch.func.grad"),
+        (torch.func.jacfwd, "forward-mode derivative"),
+    ],
+)
+def test_transforms(transform: Callable[..., Any], reason: str) -> None:
+    """The basis of a Jacobian is written in place: that is not why."""
+
+    def fn(x: Any, t: Any) -> Any:
+        return transform(lambda t: products(t)[:, LI, LJ].sin().sum())(t)
+
+    check(fn, operands(), fused=0, reason=reason, train=False)
+
+
 def test_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     check(SPELLINGS["reference"], operands(), fused=0, reason="on the CPU")

@@ -42,6 +42,9 @@ NEAR_MISSES: dict[str, tuple[Callable[..., Any], Reason]] = {
     "columns of a packed A that vector loads cannot read": (
         lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a)[:, :6], b[:, :6]), Reason.LAYOUT,
     ),
+    "no columns of A": (
+        lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a[:0]), b[:, :0]), Reason.EMPTY,
+    ),
     "permuted": (
         lambda x, w, a, b: F.linear(x, w)[:, :96] + F.linear(F.linear(x, a), b)[:, :96].t(), Reason.NO_BASE,
     ),
@@ -54,6 +57,20 @@ def test_no_linear_with_an_adapter(name: str) -> None:
     seen = check(fn, operands(), budget=2.0)
     assert not seen.fused("lora")
     assert reason.code in seen.codes("lora"), seen.reasons("lora")
+
+
+def test_no_columns() -> None:
+    seen = run(lambda x, w, a, b: F.linear(x, w[:0]) + F.linear(F.linear(x, a), b[:0]), operands())
+    assert seen.codes("lora") == [Reason.EMPTY.code]
+
+
+def test_rows_that_depend_on_data() -> None:
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        x = x[(x[:, 0] > 0).nonzero()[:, 0]]
+        return F.linear(x, w) + F.linear(F.linear(x, a), b)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert check(fn, operands()).fused("lora") == 1
 
 
 def test_two_products_of_a_batch_and_a_residual_are_no_adapters() -> None:

@@ -88,7 +88,7 @@ class Emitter:
             self._scaled_operand(k, problem.key_scalers),
             self._scaled_operand(v, problem.value_scalers),
         ]
-        if problem.q.value.device.type == "cpu" or kernel in ("sdpa", "efficient", "row_bias"):
+        if kernel in ("sdpa", "efficient", "row_bias"):
             found = [_in_rows(build, each) for each in found]
         return found
 
@@ -380,7 +380,7 @@ def _with_positive_scale(build: Builder, problem: Problem, q: fx.Node) -> tuple[
 
 
 def _in_rows(build: Builder, node: fx.Node) -> fx.Node:
-    """The operand with its last dim in order in memory: kernels of SDPA take no other one.
+    """The operand with its rows in order in memory: kernels of SDPA take no other ones.
 
     A dim of size 1 whose stride is odd gets the one that it has in a contiguous tensor. Efficient attention
     checks the alignment of each stride, also of those that are not used (aten/src/ATen/native/transformers/

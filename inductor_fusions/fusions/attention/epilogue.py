@@ -54,7 +54,9 @@ def passed(
             raise Reason.SHAPES.rejected("the attention weights are expanded")
     elif op.name in torch_ops.CASTS:
         if after is None or not after.is_floating_point():
-            raise Reason.MIXED_DTYPES.rejected("the attention weights are cast to integers")
+            raise Reason.MIXED_DTYPES.rejected(
+                "the attention weights are cast to a dtype that is not floating point"
+            )
     elif op.name not in torch_ops.COPIES:
         raise between(op, node)
     return at

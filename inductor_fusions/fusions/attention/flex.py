@@ -2,7 +2,7 @@
 
 The call is the higher-order operation of torch/_higher_order_ops/flex_attention.py, as Dynamo writes it
 for `torch.nn.attention.flex_attention`. AOTAutograd derives its backward, gradients of captured tensors
-included, and Inductor has a Triton template for it (on a CPU a C++ one, for inference alone).
+included, and Inductor has a Triton template for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from ..._inductor import (
     counts_in_32_bits,
     flex_attention_op,
     flex_block_mask,
-    flex_on_cpu,
     hint,
     known_true,
     max_autotune,
@@ -39,9 +38,9 @@ from .structure import BATCH, KEY, QUERY
 MOST_BLOCKS = 2**30
 #: Side of a block: the one that `create_block_mask` takes by default.
 BLOCK = 128
-#: Devices whose template (codegen/cpp_flex_attention_template.py) is for inference alone, returns no
-#: logsumexp, and raises where the scheduler fuses a pointwise operation behind it.
-LIMITED = frozenset({"cpu"})
+#: Types of devices that the fusion emits it for. The template for a CPU is for inference alone, returns no
+#: logsumexp, raises where a pointwise operation is fused behind it, and returns 0 for a row of NaN.
+DEVICES = frozenset({"cuda"})
 
 #: (what makes something, *key): what it gives, or gave for an equal key.
 Once = Callable[..., tuple[fx.Node, ...]]
@@ -276,7 +275,7 @@ def _tiles(problem: Problem) -> dict[str, int]:
     """The tiles that are measured to be fastest; none where Inductor searches them, or for few queries."""
     q_len, dims = problem.q.shape[2], (problem.q.shape[3], problem.v.shape[3])
     decodes = not known_true(q_len >= BLOCK)  # Inductor has another template for these
-    if decodes or max_autotune() or dims[0] != dims[1] or problem.q.value.device.type in LIMITED:
+    if decodes or max_autotune() or dims[0] != dims[1]:
         return {}
     return decisions.flex_options(
         device=problem.q.value.device,
@@ -297,19 +296,8 @@ def takes(problem: Problem) -> str:
         return "flex attention has no dropout"
     if problem.transformed:
         return "flex attention does not support torch.func.grad"
-    if device not in ("cpu", "cuda"):
-        return f"flex attention has no kernel for {device}"
-    if device in LIMITED:
-        if problem.train:
-            return "flex attention has no backward on a CPU"
-        if not flex_on_cpu():
-            return "flex attention needs a CPU whose vector instructions Inductor supports"
-        if problem.sink is not None:
-            return "flex attention returns no logsumexp on a CPU"
-        if not all(_lies_in_four_dims(each.node) for each in (problem.q, problem.k)):
-            return "flex attention on a CPU supports only views of 4-D tensors"
-        if not problem.bare_output:
-            return "flex attention on a CPU cannot be followed by pointwise operations"
+    if device not in DEVICES:
+        return f"flex attention is used on {' and '.join(sorted(DEVICES))} only, not on {device}"
     if not all(isinstance(dim, int) and dim >= 16 for dim in dims):
         return "flex attention needs head dims of at least 16"
     if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -324,18 +312,6 @@ def takes(problem: Problem) -> str:
         if not all(isinstance(size, int) for t in (problem.q, problem.k, problem.v) for size in t.shape):
             return "Inductor does not lower flex attention's gradient of a bias with symbolic sizes"
     return ""
-
-
-def _lies_in_four_dims(node: fx.Node) -> bool:
-    """Whether a value has four dims, and what it is a view of: the template reads the sizes of that."""
-    op = torch_ops.read(node)
-    while (
-        op is not None and op.name in torch_ops.VIEWS | torch_ops.TRANSPOSES and isinstance(op.input, fx.Node)
-    ):
-        node = op.input
-        op = torch_ops.read(node)
-    found = torch_ops.tensor(node)
-    return found is not None and found.dim() == 4
 
 
 def _read(problem: Problem) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from . import flex, row_bias
 from .decode import plan as decode
 from .problem import Problem, is_in_rows
 from .short import terms as short
-from .structure import Structure
 
 CALL = "already an SDPA call"
 CHOSEN = f"{CALL}, and the caller selects its backends"
@@ -56,7 +55,7 @@ class Call:
     short: Problem | None
 
 
-def choose(given: Problem, call: Call | None = None) -> KernelChoice:
+def choose(problem: Problem, call: Call | None = None) -> KernelChoice:
     """The kernel of an attention: the one that is asked for where it takes it, else the fastest.
 
     Args:
@@ -67,8 +66,8 @@ def choose(given: Problem, call: Call | None = None) -> KernelChoice:
         Rejected: those that take it would round a bias.
     """
     if call is not None and modes.is_restricted():
-        return _restricted(given, call)
-    asked, problem = config.attention_kernel, _without_limited_structure(given)
+        return _restricted(problem, call)
+    asked = config.attention_kernel
     _check_copies(problem)
     unable = flex.takes(problem)
     if problem.stages and unable:
@@ -95,7 +94,7 @@ def choose(given: Problem, call: Call | None = None) -> KernelChoice:
             return _choice("decode", problem, f", {verdict.note}")
     skipping = [each for each in ("flex", "row_bias") if asked == "auto" and is_sparse and takes[each]]
     if call is not None:
-        return _of_call(given, problem, call, skipping if flexible else [])
+        return _of_call(problem, call, skipping if flexible else [])
     fits = ("flex",) if problem.stages else (*available(problem), *skipping)
     return _of_hand_written(problem, (*fits, "short") if takes["short"] and asked == "auto" else fits)
 
@@ -129,9 +128,9 @@ def _of_hand_written(problem: Problem, fits: tuple[str, ...]) -> KernelChoice:
     return _choice(verdict.kernel, problem, _note(verdict))
 
 
-def _of_call(given: Problem, problem: Problem, call: Call, skipping: list[str]) -> KernelChoice:
+def _of_call(problem: Problem, call: Call, skipping: list[str]) -> KernelChoice:
     """The kernel for an SDPA call if none is configured; `skipping` are those that read a predicate."""
-    if skipping and config.policy == "always" and _preferred(problem):
+    if skipping and config.policy == "always":
         return _choice("flex", problem)
     reason = ""
     for each, kernels in ((problem, skipping), (call.short, ["short"])):
@@ -146,7 +145,7 @@ def _of_call(given: Problem, problem: Problem, call: Call, skipping: list[str]) 
             if verdict.kernel == "sdpa":
                 reason = f"{CALL}, the fastest kernel measured for its mask ({kind})"
     if not call.changed:
-        raise Reason.CHOSEN.left_to_stock(reason or why_as_it_is(problem, given.structure))
+        raise Reason.CHOSEN.left_to_stock(reason or why_as_it_is(problem))
     return _choice("sdpa", problem)
 
 
@@ -165,15 +164,14 @@ def _may_call(fits: tuple[str, ...]) -> bool:
     return "sdpa" in fits or torch.backends.cuda.math_sdp_enabled()
 
 
-def why_as_it_is(problem: Problem, structure: Structure | None) -> str:
+def why_as_it_is(problem: Problem) -> str:
     """Why a call of SDPA is left as it is, from what was proved of its mask."""
     if problem.attn_mask is None:
         return f"{CALL} without a mask"
+    structure = problem.structure
     if structure is None:
         return f"{CALL}, and nothing is proved about its mask"
     unable = flex.takes(problem)
-    if not unable and problem.structure is None:
-        unable = "on a CPU flex attention cannot be followed by the correction of fully masked rows"
     if not unable:
         asked = config.attention_kernel
         unable = f"flex attention is not selected (INDUCTOR_FUSIONS_ATTENTION_KERNEL={asked})"
@@ -182,7 +180,7 @@ def why_as_it_is(problem: Problem, structure: Structure | None) -> str:
 
 def _proved(problem: Problem, fits: tuple[str, ...]) -> str:
     """The kernel where nothing is measured: SDPA is math where no fused kernel of it fits."""
-    if "flex" in fits and _preferred(problem):
+    if "flex" in fits:
         return "flex"
     if problem.rounded_bias is not None:
         return fits[0]  # none of them is SDPA
@@ -230,18 +228,6 @@ def _measured(problem: Problem, candidates: tuple[str, ...]) -> decisions.Decisi
 def _note(decision: decisions.Decision) -> str:
     by = "" if decision.kernel == "sdpa" else f" ({decision.kernel})"
     return f"{by}, {decision.note}"
-
-
-def _without_limited_structure(problem: Problem) -> Problem:
-    """Drop the predicate where flex attention may not be followed by what corrects fully masked rows."""
-    limited, structure = problem.q.value.device.type in flex.LIMITED, problem.structure
-    if limited and structure is not None and structure.number is not None and not structure.never_empty:
-        return replace(problem, structure=None)
-    return problem
-
-
-def _preferred(problem: Problem) -> bool:
-    return bool(problem.stages) or problem.q.value.device.type not in flex.LIMITED
 
 
 def _is_sparse(problem: Problem) -> bool:

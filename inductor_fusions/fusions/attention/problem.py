@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import holds_now, known_true
-from ...effects.liveness import readers
+from ..._inductor import holds_now, known_true, value_of
 from ...graph import torch_ops
 from ...operands import check_random_numbers, holds, same_shape
 from ...reasons import Reason
@@ -109,12 +108,6 @@ class Problem:
         return self.train and any(map(takes_gradient, (*self.mask_nodes, *sink)))
 
     @property
-    def bare_output(self) -> bool:
-        """Whether the result goes into products as it is, with nothing pointwise behind the kernel."""
-        nodes = [result.node for result in self.results]
-        return all(torch_ops.value(node).dtype == self.dtype and _feeds_products(node) for node in nodes)
-
-    @property
     def first_scale(self) -> Any:
         """What q @ k^T is multiplied by."""
         scale = self.stages[0][0].scale if self.stages else self.scale
@@ -158,6 +151,32 @@ def check_sizes(problem: Problem) -> None:
     for size in _sizes(problem):
         if not holds_now(size >= 1):
             raise Reason.EMPTY.rejected(f"the size {size} may be 0")
+    if _read_from_a_tensor(problem):
+        raise Reason.EMPTY.rejected("a size is read from a tensor by item, and may be 0")
+
+
+def _read_from_a_tensor(problem: Problem) -> bool:
+    """Whether a size may be a number that `item` reads, for which AOTAutograd takes a symbol of its own.
+
+    Dynamo guards on the number, and a condition that holds for its symbol is not known of the other one.
+    """
+    found: set[fx.Node] = set()
+    for node in problem.q.node.graph.nodes:
+        op, inputs = torch_ops.read(node), found.intersection(node.all_input_nodes)
+        if op is not None and op.name == "item":
+            by_number = isinstance(value_of(node), (int, torch.SymInt))
+        else:
+            scales = op is not None and op.name in _ARITHMETIC and torch_ops.tensor(node) is not None
+            by_number = bool(inputs) and (
+                not scales or any(torch_ops.tensor(each) is not None for each in inputs)
+            )
+        if by_number:
+            found.add(node)
+    return not found.isdisjoint(operand.node for operand in (problem.q, problem.k, problem.v))
+
+
+#: What takes a number, and gives a tensor the size of which is not that number.
+_ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
 
 
 def check_dropout(p: float) -> None:
@@ -185,32 +204,21 @@ def takes_gradient(node: Any) -> bool:
 
 
 def is_in_rows(value: torch.Tensor) -> bool:
-    """Whether the last dim of a tensor lies in order in memory."""
-    return known_true(value.stride(-1) == 1)
+    """Whether the last dim of a tensor lies in order in memory, and rows do not overlap.
+
+    SDPA for a CPU computes garbage for queries whose rows begin one element apart, as `unfold` makes them
+    (seen on 2.13).
+    """
+    apart = value.dim() < 2 or any(
+        known_true(each) for each in (value.stride(-2) == 0, value.stride(-2) >= value.shape[-1])
+    )
+    return known_true(value.stride(-1) == 1) and (apart or known_true(value.shape[-2] == 1))
 
 
 def is_number(operand: Operand) -> bool:
     """Whether a tensor has no dims of its own: one on a CPU may scale tensors on any device."""
     found = torch_ops.tensor(operand.node)
     return found is not None and found.dim() == 0
-
-
-def _feeds_products(node: fx.Node | None) -> bool:
-    """Whether a value is read by matrix products and by nothing else, through views and transposes."""
-    for user in readers(node) if node is not None else ():
-        op = torch_ops.read(user)
-        if op is None:
-            if user.op != "output":
-                return False
-        elif op.name in torch_ops.VIEWS | torch_ops.TRANSPOSES | {"contiguous", "to", "detach"}:
-            before, after = torch_ops.tensor(node), torch_ops.tensor(user)
-            if before is None or after is None or before.dtype != after.dtype:
-                return False
-            if not _feeds_products(user):
-                return False
-        elif op.name not in ("linear", "matmul", "bmm"):
-            return False
-    return True
 
 
 def same_problem_shapes(problem: Problem) -> bool:

@@ -246,7 +246,8 @@ class ScoreReader(Walk):
             raise Reason.NOT_A_TENSOR.rejected("the condition of a mask is not a boolean tensor")
         low = number * below.factor
         if not is_fill(low) and not abs(low) <= LARGEST_SCORE:
-            raise Reason.RANGE.rejected(f"masked scores are replaced by {low:g}, a large positive number")
+            what = "NaN" if math.isnan(low) else f"{low:g}, a large positive number"
+            raise Reason.RANGE.rejected(f"masked scores are replaced by {what}")
         if not is_fill(low):
             function = "where" if hides else "where_not"
             where = self.term(op, condition, below.at)

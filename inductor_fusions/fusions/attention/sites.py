@@ -224,7 +224,7 @@ class SdpaCall(Candidate):
         self.call = kernels.Call(changed, self._as_short(problem, term))
         others = self.call.short is None and bool(decode.refused(problem))
         if not changed and problem.structure is None and others:
-            raise Reason.CHOSEN.left_to_stock(kernels.why_as_it_is(problem, None))
+            raise Reason.CHOSEN.left_to_stock(kernels.why_as_it_is(problem))
         return problem
 
     def _as_short(self, problem: Problem, term: Term | None) -> Problem | None:

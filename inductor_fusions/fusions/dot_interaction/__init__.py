@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ... import config
-from ..._inductor import Match
+from ..._inductor import Match, known_true
 from ...decisions import Query, decide, tables
 from ...effects.liveness import readers, replace
 from ...effects.scope import DynamoScope
@@ -75,6 +75,8 @@ class DotInteraction(Candidate):
             raise Reason.MIXED_DTYPES.rejected("the operands have different dtypes, or autocast is on")
         if not all(isinstance(size, int) for size in t.shape[1:]):
             raise Reason.SYMBOLIC.rejected("the number or the width of the features is symbolic")
+        if known_true(pairs.shape[1] == 0):
+            raise Reason.EMPTY.rejected("no pair is read")
         self.triangle = triangle(site.indices, int(t.shape[1]))
         if self.triangle is None and not takes(pairs.shape[1]):
             raise Reason.LIMIT.rejected("the number of pairs is symbolic, or too large for one thread block")

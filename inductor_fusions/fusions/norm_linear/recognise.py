@@ -104,7 +104,9 @@ class _Root:
 
     def _bound(self, node: fx.Node, adds: bool) -> bool:
         """Take in a number that is added, or that is the least value."""
-        number = _shifted(node)[1] if adds else _least(node)
+        inner, number = _shifted(node) if adds else (node, _least(node))
+        if number == 0 and inner is not node:
+            return True  # an eps of 0
         if not number > 0 or self.eps or self.lifted:
             return False
         self.clamps = not adds

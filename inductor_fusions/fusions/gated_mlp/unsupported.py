@@ -21,9 +21,9 @@ from ...graph.products import (
     identity,
     is_pointwise,
     product,
-    readers,
     same_sizes,
     through,
+    users_behind,
 )
 from ...operands import tensor, value
 from ...reasons import Reason, Said
@@ -114,7 +114,7 @@ def other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], 
 def _is_of_ranks(root: fx.Node, ends: Sequence[fx.Node]) -> bool:
     """Whether a product of linears is summed over other dims than its columns, or multiplied by a linear."""
     many = all(_of_many(end) is not None for end in ends)
-    for user in readers(root, _ORDERED):
+    for user in users_behind(root, _ORDERED):
         if user.target is aten.sum.dim_IntList:
             dims: Any = user.args[1]
             rank = value(user.args[0]).dim()

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from inductor_fusions import config, testing
 from inductor_fusions.fusions import stock_misfires
 from inductor_fusions.fusions.stock_misfires import permutations
-from tests.counterexamples.test_stock_misfires import HEADS, error, tensors
+from tests.counterexamples.test_stock_misfires import HEADS, tensors
+from tests.support.errors import relative
 
 pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 
@@ -91,14 +92,14 @@ def test_decomposed_sdpa(train: bool) -> None:
     doubles = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
     true = calls_apart(*doubles)
     for name, found, wanted in zip(CALLS, run.outputs, true, strict=True):
-        assert error(found, wanted.detach()) < 1e-6, name
+        assert relative(found, wanted.detach()) < 1e-6, name
     if train:
         cotangents = [c.double() for c in run.cotangents]
         needed = [i for i, x in enumerate(doubles) if x.requires_grad]
         grads = torch.autograd.grad(true, [doubles[i] for i in needed], cotangents, allow_unused=True)
         for i, wanted in zip(needed, grads, strict=True):
             if wanted is not None:
-                assert error(run.grads[str(i)], wanted) < 1e-6, (list(CALLS)[i // 4], "qkv"[i % 4])
+                assert relative(run.grads[str(i)], wanted) < 1e-6, (list(CALLS)[i // 4], "qkv"[i % 4])
 
 
 @pytest.mark.skipif(
@@ -112,7 +113,7 @@ def test_stock_misreads_decomposed_sdpa(name: str) -> None:
     inputs = [torch.randn(shape) for shape in shapes]
     with config.patch(stock_misfires=False):
         run = testing.capture(function, *inputs, train=False, policy="profitable")
-    assert error(run.outputs, function(*[x.double() for x in inputs])) > 0.1
+    assert relative(run.outputs, function(*[x.double() for x in inputs])) > 0.1
 
 
 @pytest.mark.parametrize("misread", [True, False])
@@ -130,7 +131,7 @@ def test_permuted_operands_of_sdpa(which: tuple[int, ...], misread: bool) -> Non
     with mock.patch.object(stock_misfires, "patterns_match_decomposed_sdpa", lambda: misread):
         run = testing.capture(every, *inputs, train=False, backend=testing.EAGER_AFTER_PASSES)
     for found, wanted in zip(run.outputs, every(*[x.double() for x in inputs]), strict=True):
-        assert error(found, wanted) < 1e-6
+        assert relative(found, wanted) < 1e-6
     fused = [site for site in run.fused if site.fusion == "stock_misfires"]
     assert len(fused) == 23 * len(which) * misread
     for call in run.calls("scaled_dot_product_attention") if misread else ():
@@ -150,7 +151,7 @@ def test_copied_operands_of_sdpa() -> None:
     with mock.patch.object(stock_misfires, "patterns_match_decomposed_sdpa", lambda: True):
         run = testing.capture(copied, *inputs, train=False, backend=testing.EAGER_AFTER_PASSES)
     assert [site.kernel for site in run.fused] == ["permuted by (0, 3, 2, 1) then (0, 2, 1, 3)"]
-    assert error(run.outputs, copied(*inputs)) < 1e-6
+    assert relative(run.outputs, copied(*inputs)) < 1e-6
 
 
 @pytest.mark.parametrize(("whole", "rank", "steps"), [

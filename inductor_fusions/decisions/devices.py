@@ -183,7 +183,9 @@ class Carried:
 
 
 #: Of a device with the same kernels: for itself, for each doubling of multiprocessors and of bandwidth.
-_ALIKE, _PROCESSORS, _BANDWIDTH = 0.05, 0.1, 0.03
+_ALIKE, _PROCESSORS, _BANDWIDTH = 0.03, 0.1, 0.03
+#: The first of these for attention, whose gains differ more between an H100 and an H200 (`bench.regret`).
+_ATTENTION = 0.05
 #: cuDNN, which SDPA takes on 9.0, is up to 2.3 times as fast as the flash attention that others have.
 _FLASH = math.log(2.3)
 
@@ -200,7 +202,7 @@ def carried(source: Source, section: str, kernel: str, row: Row) -> Carried | No
     if whose is None or of is None:
         return Carried()
     if source.is_alike:
-        doubt = _ALIKE + _PROCESSORS * abs(source.shift)
+        doubt = (_ATTENTION if section == "attention" else _ALIKE) + _PROCESSORS * abs(source.shift)
         if whose.bandwidth and of.bandwidth:
             doubt += _BANDWIDTH * abs(math.log2(whose.bandwidth / of.bandwidth))
         return Carried(0.95, 0.0, doubt)

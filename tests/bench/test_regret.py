@@ -26,7 +26,8 @@ def left_out() -> dict[str, dict[str, Any]]:
     """Of each section, as the file has it."""
     table = tables.load("nvidia_h200")
     assert table is not None
-    return {name: loss.to_json() for name, loss in regret.widths_left_out(table, "nvidia_h200").items()}
+    found = regret.widths_left_out(table, "nvidia_h200", {})
+    return {name: loss.to_json() for name, loss in found.items()}
 
 
 def test_widths_left_out(left_out: dict[str, dict[str, Any]]) -> None:
@@ -41,6 +42,15 @@ def test_file_is_current(left_out: dict[str, dict[str, Any]]) -> None:
     """python -m bench.regret --json bench/results/regret_tables.json"""
     known = json.loads((ROOT / "bench" / "results" / "regret_tables.json").read_text())
     assert known["left_out"]["nvidia_h200, one width left out"] == left_out
+
+
+def test_rows_of_the_other_gpu_help() -> None:
+    """The shape of an attention that is left out: with the H100's rows beside its own, an H200 keeps more."""
+    known = json.loads((ROOT / "bench" / "results" / "regret_tables.json").read_text())["left_out"]
+    alone, beside = (
+        known[f"nvidia_h200, one width left out{where}"]["attention"] for where in ("", " beside other GPUs")
+    )
+    assert beside["kept"] > alone["kept"] + 0.02 and beside["below_0.95"] <= alone["below_0.95"]
 
 
 def test_same_capability_keeps_nearly_all() -> None:
@@ -58,6 +68,6 @@ def test_a_row_that_loses_counts() -> None:
         "layout": "t", "tokens": 4096, "gain": 2.0,
     }  # fmt: skip
     table = Table({"lora": [row, {**row, "inner": [3584], "gain": 0.5}, {**row, "inner": [2048]}]})
-    loss = regret.widths_left_out(table, "nvidia_h200")["lora"]
+    loss = regret.widths_left_out(table, "nvidia_h200", {})["lora"]
     assert (loss.rows, loss.slow, loss.slower, loss.worst) == (3, 1, 1, 0.5)
     assert loss.to_json()["kept"] < 0.5

@@ -296,9 +296,6 @@ NEAR_MISSES: dict[str, tuple[Callable[..., Any], Reason]] = {
             + ((dy.float() @ b.float() @ a.float()) * kept).to(torch.float8_e4m3fn).float()
         ), Reason.ROUNDED,
     ),
-    "a mask of one column": (
-        lambda dy, w, a, b, kept: dy @ w + (dy @ b @ a) * kept[:, :1], Reason.BEHIND_ADAPTER,
-    ),
     "no mask": (
         lambda dy, w, a, b, kept: dy @ w + (dy @ b @ a) * (kept + 0.5).to(dy.dtype), Reason.BEHIND_ADAPTER,
     ),

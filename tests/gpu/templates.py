@@ -204,8 +204,8 @@ def loss_head(h: Tensor, w: Tensor) -> Tensor:
     labels = torch.arange(h.shape[0], device=h.device) % w.shape[0]
     options = (None, None, 1.0, 5.0, 3, 0.1, True, [h.requires_grad, w.requires_grad, False])
     loss: Tensor = LINEAR_CROSS_ENTROPY(h, w, None, labels, *options)[0]
-    picked, lse, _ = SOFTMAX_ROWS(h, w, None, labels, None, 1.0, 0.0, False)
-    return loss + picked - lse
+    log_p, lse, _ = SOFTMAX_ROWS(h, w, None, labels, None, 1.0, 0.0, False)
+    return loss + log_p - lse
 
 
 def product(u: Tensor, v: Tensor, w: Tensor) -> Tensor:

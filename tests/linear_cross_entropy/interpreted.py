@@ -15,6 +15,7 @@ DTYPES = {"float16": torch.float16, "float32": torch.float32}
 #: Scale and cap of the logits, whether they are weighted, whether the total is wanted, and gradients.
 FORMS = {
     "plain": (1.0, 0.0, False, False, True),
+    "far from 0": (1.0, 0.0, False, False, True),
     "scaled": (0.25, 0.0, False, False, True),
     "capped": (0.5, 3.0, False, False, True),
     "smoothed": (1.0, 0.0, False, True, True),
@@ -33,7 +34,8 @@ def errors(case: str) -> dict[str, float]:
     (rows, columns, block), (scale, cap, weighted, totals, pulled) = SIZES[size], FORMS[form]
     torch.manual_seed(0)
     # Rows of a larger buffer.
-    x = (3 * torch.randn(rows, columns + 3)).to(DTYPES[dtype])[:, :columns]
+    x = 3 * torch.randn(rows, columns + 3) + (500 if form == "far from 0" else 0)
+    x = x.to(DTYPES[dtype])[:, :columns]
     labels = torch.randint(columns, (rows,))
     labels[1] = -1
     weights = torch.rand(columns) if weighted else None
@@ -46,20 +48,22 @@ def errors(case: str) -> dict[str, float]:
     w = torch.ones(columns).double() if weights is None else weights.double()
     there = labels >= 0
     picked = y.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    true = [picked, y.logsumexp(1), (y * w).sum(1)][: len(stats)]
+    lse = y.logsumexp(1)
+    true = [picked - lse, lse, (y * w).sum(1)][: len(stats)]
     (dx,) = torch.autograd.grad(
         [each[there].sum() if pulls is None else (each * factor)[there].sum()
-         for each, factor in zip(true, (-hot, soft, -flat), strict=False)],
+         for each, factor in zip((picked, *true[1:]), (-hot, soft, -flat), strict=False)],
         wide,
     )  # fmt: skip
     kernels.rows(x, labels, scale, cap, weights, stats, pulls, block)
     assert not stats[:, ~there].any()
-    found = {
-        str(i): float((got[there].double() - z[there]).norm() / z[there].norm())
-        for i, (got, z) in enumerate(zip(stats, true, strict=True))
-    }
+
+    def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
+        norm = float(exact.norm())
+        return float((got.double() - exact).norm()) / (norm if norm > 1e-9 else 1.0)
+
+    found = {str(i): relative(stats[i][there], exact[there]) for i, exact in enumerate(true)}
     if pulls is not None:
         assert not x[~there].any()
-        norm = float(dx.norm())
-        found["dx"] = float((x.double() - dx).norm()) / (norm if norm > 1e-9 else 1.0)
+        found["dx"] = relative(x, dx)
     return found

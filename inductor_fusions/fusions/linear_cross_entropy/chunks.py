@@ -68,13 +68,13 @@ class Found:
     """Statistics of each row, of shape (rows,), and gradients; a gradient that was not asked for is empty.
 
     Attributes:
-        picked: y[i, label[i]].
+        log_p: y[i, label[i]] - lse[i], the logarithm of the label's probability.
         lse: the logsumexp of y[i].
         total: the sum of y[i, j] * weights[j]; empty where it was not asked for.
         dh, dw, db: in the dtypes of h, w and bias.
     """
 
-    picked: Tensor
+    log_p: Tensor
     lse: Tensor
     total: Tensor
     dh: Tensor
@@ -136,8 +136,7 @@ def walk(
         _rows(x, labels[some], head, weights, stats[:, some], part)
         if pulls is not None:
             sums.add(x, some)
-    picked, lse = stats[0], stats[1]
-    return Found(picked, lse, stats[2] if totals else h.new_empty(0, dtype=wide), *sums.results())
+    return Found(stats[0], stats[1], stats[2] if totals else h.new_empty(0, dtype=wide), *sums.results())
 
 
 def _rows(
@@ -157,12 +156,12 @@ def _rows(
         bent = y.tanh()
         y = bent * head.cap
     there, at = labels >= 0, labels.clamp(min=0)[:, None]
-    picked = y.gather(1, at)
     if len(stats) > 2:
         stats[2] = torch.where(there, y.sum(1) if weights is None else y @ weights, 0)
     logs = y.log_softmax(1)
-    stats[0] = torch.where(there, picked[:, 0], 0)
-    stats[1] = torch.where(there, (picked - logs.gather(1, at))[:, 0], 0)
+    log_p = logs.gather(1, at)
+    stats[0] = torch.where(there, log_p[:, 0], 0)
+    stats[1] = torch.where(there, (y.gather(1, at) - log_p)[:, 0], 0)
     if pulls is None:
         return
     d = logs.exp_().mul_(pulls.soft[:, None])

@@ -65,14 +65,13 @@ def rows(site: LossSite) -> fx.Node:
     if there is not None:
         labels = build.call(torch.where, there, labels, -1)
     smooth = site.smoothing != 0
-    picked, lse, total = build.parts(
+    log_p, lse, total = build.parts(
         SOFTMAX_ROWS, h, w, bias, labels, site.weights if smooth else None, site.bend.scale, site.bend.cap,
         smooth,
     )  # fmt: skip
     if there is None:
-        first, second = (lse, picked) if site.negates else (picked, lse)
-        return _as_before(build, build.call(torch.sub, first, second), site)
-    found = build.call(torch.sub, lse, picked)
+        return _as_before(build, build.call(torch.neg, log_p) if site.negates else log_p, site)
+    found = build.call(torch.neg, log_p)
     own = there
     whole: Any = classes
     if site.weights is not None:

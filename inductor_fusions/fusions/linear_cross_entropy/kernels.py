@@ -39,7 +39,8 @@ def rows_kernel(
     CAPPED: tl.constexpr, TOTALS: tl.constexpr, WEIGHTED: tl.constexpr, PULLS: tl.constexpr,
     FLAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """stats[:, i] = picked, logsumexp and weighted sum of row i; x[i] = the gradient of the logits."""
+    """stats[:, i] = log-probability of the label, logsumexp and weighted sum of row i; x[i] = the gradient of
+    the logits."""
     i = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + i)
     row = x + i * x_rows
@@ -68,10 +69,11 @@ def rows_kernel(
         norm = norm * tl.exp(largest - shift) + tl.exp(y - shift)
         largest = bound
     most = tl.max(largest, 0)
-    lse = most + tl.log(tl.sum(norm * tl.exp(largest - most), 0))
+    # The logsumexp in two parts: y - lse would lose the digits of a log-probability that is near 0.
+    above = tl.log(tl.sum(norm * tl.exp(largest - most), 0))
     picked, _ = bend(tl.load(row + label + tl.arange(0, 1)).to(tl.float32), scale, cap, CAPPED)
-    tl.store(stats + i + tl.arange(0, 1), picked)
-    tl.store(stats + stats_rows + i, lse)
+    tl.store(stats + i + tl.arange(0, 1), (picked - most) - above)
+    tl.store(stats + stats_rows + i, most + above)
     if TOTALS:
         tl.store(stats + 2 * stats_rows + i, tl.sum(total, 0))
     if PULLS:
@@ -82,7 +84,7 @@ def rows_kernel(
             inside = first + j < columns
             found = tl.load(row + first + j, mask=inside, other=0.0).to(tl.float32)
             y, slope = bend(found, scale, cap, CAPPED)
-            d = of_all * tl.exp(y - lse)
+            d = of_all * tl.exp((y - most) - above)
             d = tl.where(first + j == label, d - of_label, d)
             if FLAT:
                 w = tl.load(weights + first + j, mask=inside, other=0.0) if WEIGHTED else 1.0

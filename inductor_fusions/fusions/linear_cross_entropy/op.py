@@ -79,7 +79,7 @@ def _linear_cross_entropy(
         flat = pulled(ones * even) if smoothing else None
         pulls = Pulls(soft, hot, flat)
     found = walk(h, Head(w, bias, scale, cap), labels, weights, smoothing != 0, pulls, wants, logits)
-    loss = (own * (found.lse - found.picked)).sum()
+    loss = -(own * found.log_p).sum()
     if smoothing:
         loss = (1 - smoothing) * loss + even * (whole * found.lse * there - found.total).sum()
     return loss / divisor, found.dh, found.dw, found.db
@@ -89,7 +89,8 @@ def _rows(
     h: Tensor, w: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None, scale: float,
     cap: float, totals: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """y[label], logsumexp and sum of each row of y = scale * (h @ w.T + bias), or of cap * tanh(that).
+    """Log-probability of the label, logsumexp and sum of each row of y = scale * (h @ w.T + bias), or of
+    cap * tanh(that).
 
     Args:
         labels: (rows,), int64; -1: the results of the row are 0, and so is its gradient.
@@ -102,17 +103,17 @@ def _rows(
     _within(labels, labels == -1, w.shape[0])
     weights = None if weights is None else weights.to(wide_dtype(h.dtype))
     found = walk(h, Head(w, bias, scale, cap), labels, weights, totals)
-    return found.picked.clone(), found.lse.clone(), found.total.clone()
+    return found.log_p.clone(), found.lse.clone(), found.total.clone()
 
 
 def _gradient(
-    d_picked: Tensor, d_lse: Tensor, d_total: Tensor, h: Tensor, w: Tensor, bias: Tensor | None,
+    d_log_p: Tensor, d_lse: Tensor, d_total: Tensor, h: Tensor, w: Tensor, bias: Tensor | None,
     labels: Tensor, weights: Tensor | None, scale: float, cap: float, totals: bool, wants: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of h, w and bias, empty where they are not wanted."""
     there = labels >= 0
     wide = wide_dtype(h.dtype)
-    soft, hot = (torch.where(there, d, 0) for d in (d_lse, -d_picked))
+    soft, hot = (torch.where(there, d, 0) for d in (d_lse - d_log_p, -d_log_p))
     flat = torch.where(there, -d_total, 0) if totals else None
     weights = None if weights is None else weights.to(wide)
     found = walk(
@@ -164,10 +165,10 @@ def _setup_rows(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(h, w, bias, labels, weights)
 
 
-def _backward_rows(ctx: Any, d_picked: Tensor, d_lse: Tensor, d_total: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_rows(ctx: Any, d_log_p: Tensor, d_lse: Tensor, d_total: Tensor) -> tuple[Tensor | None, ...]:
     h, w, bias, labels, weights = ctx.saved_tensors
     wants = list(ctx.needs_input_grad[:3])
-    made = GRADIENT(d_picked, d_lse, d_total, h, w, bias, labels, weights, *ctx.options, wants)
+    made = GRADIENT(d_log_p, d_lse, d_total, h, w, bias, labels, weights, *ctx.options, wants)
     found = [gradient if wanted else None for gradient, wanted in zip(made, wants, strict=True)]
     return (*found, *(None,) * 5)
 
@@ -183,8 +184,8 @@ LINEAR_CROSS_ENTROPY = define(
 )  # fmt: skip
 GRADIENT = define(
     "linear_softmax_rows_gradient", _gradient,
-    lambda d_picked, d_lse, d_total, h, w, bias, *others: _empty_gradients(h, w, bias, others[-1]),
-    flops=lambda d_picked, d_lse, d_total, h, w, *others: _flops(h, w, others[-1]),
+    lambda d_log_p, d_lse, d_total, h, w, bias, *others: _empty_gradients(h, w, bias, others[-1]),
+    flops=lambda d_log_p, d_lse, d_total, h, w, *others: _flops(h, w, others[-1]),
 )  # fmt: skip
 SOFTMAX_ROWS = define(
     "linear_softmax_rows", _rows, _empty_rows, flops=lambda h, w, *_: _flops(h, w),

@@ -92,7 +92,7 @@ def grid() -> list[Row]:
         rows += [Row("forward", m, 4096, (4096, 1024, 1024), 16, adapters) for m in (1, 4, 16, 2048, 4096)]
         rows += [Row("gradient", m, 4096, (), 16, adapters) for m in (2048, 4096, 8192)]
         rows += [Row("gradient", m, 14336, (), 16, adapters) for m in (2048, 4096, 8192)]
-    rows += [*accumulated(), *dropped(), *wide_gradients()]
+    rows += [*accumulated(), *dropped(), *wide_gradients(), *down_projections()]
     return list(dict.fromkeys(rows))
 
 
@@ -106,6 +106,16 @@ def wide_gradients() -> list[Row]:
             for count in (2, 3) if rank < 128 else (2,):  # no kernel has more than 256 columns
                 rows.append(Row("gradient", 4096, 2048, (rank,) * count, rank, adapters))
             rows += [Row("gradient", tokens, 4096, (), rank, adapters) for tokens in (2048, 8192)]
+    return rows
+
+
+def down_projections() -> list[Row]:
+    """Skinny GEMMs whose linear stays: x A in the forward, dY B in the backward."""
+    rows = []
+    for adapters in ("float32", "bfloat16"):
+        for width in (2048, 4096, 8192, 14336):
+            rows += [Row("down", m, width, (), rank, adapters) for rank in (16, 32, 64) for m in (512, 4096)]
+        rows += [Row("down", 4096, 4096, (16,) * count, 16, adapters) for count in (3, 2)]
     return rows
 
 

@@ -91,6 +91,12 @@ def packed_a_of_columns(x: Any, w: Any, a: Any, b: Any, d: Any) -> Any:
     return torch.cat((q + F.linear(first, b), k, v + F.linear(second, d)), -1)
 
 
+@form(X, "frozen 64x64", "frozen 16x64", "frozen 64x8", left=(0, 0), reasons=("wider rows", "wider rows"))
+def part_of_packed_a(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """With frozen matrices, torch does not flatten an input whose rows are parts of others."""
+    return F.linear(x, w) + F.linear(F.linear(x, a).chunk(2, -1)[0], b)
+
+
 @form((2, 16, 32), (2, 4, 32), (32, 32), (64, 32), left=(1, 1), silent="lora")
 def attention_to_few_tokens(x: Any, context: Any, w: Any, v: Any) -> Any:
     """Where rows may be fully masked, keys get a correction of low rank, which is no adapter."""

@@ -52,6 +52,9 @@ CONVOLVED = Reason.NO_MATRIX(
 BATCH = Reason.LIMIT(
     "the adapters are a batch, one for each sample, expert or block, and the kernels support one matrix each"
 )
+PART = Reason.LAYOUT(
+    "what B reads is a part of wider rows, so torch makes a batch of products with the one B of it"
+)
 ROTATED = Reason.LIMIT(
     "blocks of the columns of the linear's input are multiplied by a matrix each (OFT), a batch of products, "
     "and the kernels support one matrix each"
@@ -103,7 +106,8 @@ def _of_up(up: fx.Node) -> str:
         elif isinstance(first, fx.Node) and first.target in _BATCHES:
             inner = value(_batch_operands(first)[0]).shape[2]
         if is_low_rank(rank, inner, columns):
-            return BATCH if _is_added(up, (*_TURNED, *RESHAPES, *_SUMS), first) else ""
+            said = PART if _is_one_matrix(_batch_operands(up)[1]) else BATCH
+            return said if _is_added(up, (*_TURNED, *RESHAPES, *_SUMS), first) else ""
         return MERGED if _is_merged(_batch_operands(up)[1]) else ROTATED if _rotates(up) else ""
     if up.target is aten._fft_c2r.default:
         return CIRCULANT if _is_added(up, (*_TURNED, *RESHAPES, *CASTS)) else ""
@@ -226,6 +230,14 @@ def _is_base(term: Any, own: Sequence[fx.Node], size: Any) -> bool:
 def _batch_operands(node: fx.Node) -> list[fx.Node]:
     """Both operands of a product, without what is added to it."""
     return [x for x in node.args[-2:] if isinstance(x, fx.Node)]
+
+
+def _is_one_matrix(matrices: Any) -> bool:
+    """Whether a batch of matrices is the same one for each product."""
+    while isinstance(matrices, fx.Node) and matrices.target in RESHAPES:
+        matrices = matrices.args[0]
+    expanded = isinstance(matrices, fx.Node) and matrices.target is aten.expand.default
+    return expanded and value(matrices.args[0]).dim() == 2
 
 
 def _is_weight(node: fx.Node, steps: int = 8) -> bool:

@@ -75,8 +75,8 @@ class DLRM(nn.Module):
 
     def features(self, dense: torch.Tensor, sparse: torch.Tensor) -> Tensors:
         """dense (rows, 13), sparse (rows, number of sparse features) of integers -> each (rows, width)."""
-        found = [table(sparse[:, i] % self.entries) for i, table in enumerate(self.tables)]
-        return [self.bottom(dense), *found]
+        first = self.bottom(dense)
+        return [first, *(table(sparse[:, i] % self.entries) for i, table in enumerate(self.tables))]
 
 
 def draw(rows: int, sparse: int) -> tuple[torch.Tensor, torch.Tensor]:

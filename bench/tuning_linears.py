@@ -55,7 +55,7 @@ def compiled(fn: Callable[..., Any], row: Any, **options: Any) -> Callable[..., 
         return fn(row, *args)
 
     own = apart(call, f"candidate_{next(_numbers)}")
-    return torch.compile(own, dynamic=False, **options)  # type: ignore[no-any-return]
+    return torch.compile(own, dynamic=False, **options)
 
 
 def settled(calls: Mapping[str, Callable[[], object]], device: str, quick: bool, sets: int) -> Json:

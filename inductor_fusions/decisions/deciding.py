@@ -337,8 +337,8 @@ def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, f
             differs = source.fills(section, query.row, item.row, kernel) - section.untuned(query.row)
             found.append(Nearby(apart, rule.of(log) + differs, len(items[kernel]), rule.doubt))
             items[kernel].append((source, item))
-        own = [row for row in found if not row.doubt]
-        at = [row for row in own or found if row.distance == 0.0]
+        own = [row for row in found if items[kernel][row.index][0].is_own]
+        at = [row for row in own or found if row.distance == 0.0]  # of the very problem
         guess = estimate(at or found, section.reach, section.each, section.doubt(query.row))
         if guess is None:
             continue
@@ -358,6 +358,6 @@ def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, f
         math.exp(guess.mean),
         math.exp(guess.lower),
         tuple(item.row for _, item in chosen),
-        others[0] if others else "",
-        len(others),
+        device=others[0] if others else "",
+        elsewhere=len(others),
     ), seen

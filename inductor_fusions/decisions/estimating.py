@@ -16,7 +16,7 @@ DOUBT = 0.02
 BELOW = 1.0
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Nearby:
     """A row from which an estimate may be made.
 
@@ -61,8 +61,8 @@ def distance(a: Sequence[float], b: Sequence[float], weights: Sequence[float]) -
 def estimate(near: Iterable[Nearby], reach: float, each: float, further: float = 0.0) -> Estimate | None:
     """The estimate from rows.
 
-    A row of another device counts like one that is as many doublings further away as its doubt is worth. Of
-    rows that count alike the slowest are taken.
+    A doubtful row counts like one that is as many doublings further away as its doubt is worth. Of rows that
+    count alike the slowest are taken.
 
     Args:
         near: the rows.
@@ -71,11 +71,14 @@ def estimate(near: Iterable[Nearby], reach: float, each: float, further: float =
         further: additional standard deviation.
     """
 
-    ranked = sorted((row.distance + row.doubt / each, row.gain, row) for row in near if row.distance <= reach)
-    found = [row for _, _, row in ranked[:NEAREST]]
+    def counted(row: Nearby) -> float:
+        return row.distance + row.doubt / each
+
+    reached = [row for row in near if row.distance <= reach]
+    found = sorted(reached, key=lambda row: (counted(row), row.gain))[:NEAREST]
     if not found:
         return None
-    weights = [1 / (SOFTEN + apart) for apart, _, _ in ranked[:NEAREST]]
+    weights = [1 / (SOFTEN + counted(row)) for row in found]
 
     def average(values: Iterable[float]) -> float:
         return sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)

@@ -172,24 +172,29 @@ def _of_padded_rows(node: fx.Node) -> fx.Node | None:
 
 def _without_padding(node: fx.Node, inner: fx.Node) -> Product | None:
     padded = product(inner)
-    of_a = zero_padding(padded.a) if padded is not None else None
-    if padded is None or of_a is None:
+    operands = unpadded(padded.a, padded.b) if padded is not None else None
+    if padded is None or operands is None or not _same(value(operands[0]).shape[0], value(node).shape[0]):
         return None
-    a, columns, _ = of_a
-    b = padded.b
-    if not _same(columns, 0):  # K is padded as well
-        of_b = zero_padding(b)
-        if of_b is None or not _same(of_b[1], 0) or not _same(of_b[2], columns):
-            return None
-        b = of_b[0]
-    if not _same(value(a).shape[0], value(node).shape[0]):
-        return None
+    a, b = operands
     bias = padded.bias
     if bias is not None and value(bias).dim() == 2:
         bias = _without_rows(bias)
         if bias is None or not _same(value(bias).shape[0], value(a).shape[0]):
             return None
     return Product(node, a, b, bias, padded.scale)
+
+
+def unpadded(a: fx.Node, b: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Both operands of a product without the zeros behind the rows of a and behind K; None if a has none."""
+    of_a = zero_padding(a)
+    if of_a is None:
+        return None
+    whole, columns, _ = of_a
+    if _same(columns, 0):
+        return whole, b
+    of_b = zero_padding(b)
+    fits = of_b is not None and _same(of_b[1], 0) and _same(of_b[2], columns)
+    return (whole, of_b[0]) if of_b is not None and fits else None
 
 
 def _without_rows(node: fx.Node) -> fx.Node | None:
@@ -221,12 +226,19 @@ def batched_linear(node: Any) -> tuple[fx.Node, fx.Node] | None:
     """
     if not isinstance(node, fx.Node) or node.target is not aten.bmm.default:
         return None
-    x, expanded = _nodes(node)
-    matrix = expanded.args[0] if expanded.target is aten.expand.default else None
-    if not isinstance(matrix, fx.Node) or value(matrix).dim() != 2:
+    x, matrices = _nodes(node)
+    matrix = repeated_matrix(matrices)
+    if matrix is None:
         return None
     samples, rows, _ = value(x).stride()
     return None if _same(samples, value(x).shape[1] * rows) else (x, matrix)
+
+
+def repeated_matrix(matrices: Any) -> fx.Node | None:
+    """The one matrix that a batch of matrices repeats, or None."""
+    expanded = isinstance(matrices, fx.Node) and matrices.target is aten.expand.default
+    matrix = matrices.args[0] if expanded else None
+    return matrix if isinstance(matrix, fx.Node) and value(matrix).dim() == 2 else None
 
 
 #: Anchors of products: `products_of` finds what Inductor has padded.

@@ -8,6 +8,7 @@ import torch
 
 from inductor_fusions.fusions.linear_cross_entropy import kernels
 from inductor_fusions.fusions.linear_cross_entropy.chunks import Pulls
+from tests.support.errors import relative
 
 #: Rows, columns, and columns of a step.
 SIZES = {"odd": (5, 77, 32), "one step": (3, 64, 64), "short": (4, 7, 16), "one column": (2, 1, 16)}
@@ -57,13 +58,8 @@ def errors(case: str) -> dict[str, float]:
     )  # fmt: skip
     kernels.rows(x, labels, scale, cap, weights, stats, pulls, block)
     assert not stats[:, ~there].any()
-
-    def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
-        norm = float(exact.norm())
-        return float((got.double() - exact).norm()) / (norm if norm > 1e-9 else 1.0)
-
-    found = {str(i): relative(stats[i][there], exact[there]) for i, exact in enumerate(true)}
+    found = {str(i): relative(stats[i][there], exact[there], 1e-9) for i, exact in enumerate(true)}
     if pulls is not None:
         assert not x[~there].any()
-        found["dx"] = relative(x, dx)
+        found["dx"] = relative(x, dx, 1e-9)
     return found

@@ -103,7 +103,7 @@ class Problem:
 
     @property
     def mask_learns(self) -> bool:
-        """Whether any of these, or the sink, takes a gradient: in inference none does, nor a parameter."""
+        """Whether one of these or the sink takes a gradient. In inference a parameter takes none either."""
         sink = [] if self.sink is None else [self.sink[0]]
         return self.train and any(map(takes_gradient, (*self.mask_nodes, *sink)))
 
@@ -151,7 +151,7 @@ def check_sizes(problem: Problem) -> None:
     for size in _sizes(problem):
         if not holds_now(size >= 1):
             raise Reason.EMPTY.rejected(f"the size {size} may be 0")
-    if _read_from_a_tensor(problem):
+    if not all(isinstance(size, int) for size in _sizes(problem)) and _read_from_a_tensor(problem):
         raise Reason.EMPTY.rejected("a size is read from a tensor by item, and may be 0")
 
 
@@ -209,10 +209,12 @@ def is_in_rows(value: torch.Tensor) -> bool:
     SDPA for a CPU computes garbage for queries whose rows begin one element apart, as `unfold` makes them
     (seen on 2.13).
     """
-    apart = value.dim() < 2 or any(
-        known_true(each) for each in (value.stride(-2) == 0, value.stride(-2) >= value.shape[-1])
-    )
-    return known_true(value.stride(-1) == 1) and (apart or known_true(value.shape[-2] == 1))
+    if not known_true(value.stride(-1) == 1):
+        return False
+    if value.dim() < 2 or known_true(value.shape[-2] == 1):
+        return True
+    step = value.stride(-2)
+    return known_true(step == 0) or known_true(step >= value.shape[-1])
 
 
 def is_number(operand: Operand) -> bool:

@@ -23,6 +23,7 @@ from ...graph.products import (
     same_sizes,
     scaled,
     through,
+    unpadded,
     users_behind,
     widens,
     zero_padding,
@@ -159,12 +160,10 @@ def unrounded(matrix: fx.Node) -> Source:
 
 def _of_padded_rank(up: Product) -> Product:
     """A product without the zeros that Inductor pads its K with, where that is faster (pad_mm.py)."""
-    left, right = zero_padding(up.a), zero_padding(up.b)
-    if left is None or right is None:
+    operands = unpadded(up.a, up.b)
+    if operands is None or not same_sizes(value(operands[0]).shape[:1], value(up.a).shape[:1]):
         return up
-    (a, k, rows), (b, columns, same) = left, right
-    padded = isinstance(k, int) and k == same and rows == 0 == columns
-    return replace(up, a=a, b=b) if padded else up
+    return replace(up, a=operands[0], b=operands[1])
 
 
 def _of_padded_columns(node: fx.Node) -> Product | None:

@@ -21,6 +21,7 @@ from ...graph.products import (
     is_pointwise,
     is_sum,
     product,
+    repeated_matrix,
     summands,
     through,
     users_behind,
@@ -106,7 +107,7 @@ def _of_up(up: fx.Node) -> str:
         elif isinstance(first, fx.Node) and first.target in _BATCHES:
             inner = value(_batch_operands(first)[0]).shape[2]
         if is_low_rank(rank, inner, columns):
-            said = PART if _is_one_matrix(_batch_operands(up)[1]) else BATCH
+            said = BATCH if repeated_matrix(_batch_operands(up)[1]) is None else PART
             return said if _is_added(up, (*_TURNED, *RESHAPES, *_SUMS), first) else ""
         return MERGED if _is_merged(_batch_operands(up)[1]) else ROTATED if _rotates(up) else ""
     if up.target is aten._fft_c2r.default:
@@ -230,14 +231,6 @@ def _is_base(term: Any, own: Sequence[fx.Node], size: Any) -> bool:
 def _batch_operands(node: fx.Node) -> list[fx.Node]:
     """Both operands of a product, without what is added to it."""
     return [x for x in node.args[-2:] if isinstance(x, fx.Node)]
-
-
-def _is_one_matrix(matrices: Any) -> bool:
-    """Whether a batch of matrices is the same one for each product."""
-    while isinstance(matrices, fx.Node) and matrices.target in RESHAPES:
-        matrices = matrices.args[0]
-    expanded = isinstance(matrices, fx.Node) and matrices.target is aten.expand.default
-    return expanded and value(matrices.args[0]).dim() == 2
 
 
 def _is_weight(node: fx.Node, steps: int = 8) -> bool:

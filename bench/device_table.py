@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from inductor_fusions.decisions import tables
+from inductor_fusions.decisions.problems import MARGIN
 from inductor_fusions.decisions.schema import KERNELS
 
 #: Masks of the measurements that the package does not tell from another kind.
@@ -56,6 +57,24 @@ def gains(row: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+def gains_where_stock_fuses(row: dict[str, Any], padded: dict[str, Any] | None) -> dict[str, float]:
+    """The gains of a row of which one of stock's own patterns made a call of SDPA.
+
+    That SDPA is no faster there says nothing of the same attention in a form that stock's patterns do not
+    match. With a padding mask they do not match; it adds little to stock's time, and more to SDPA's. So
+    SDPA gains at least what it gains there, and the others as much more as they are faster than SDPA. If
+    that is unknown or no gain, gains below `MARGIN` are left out.
+
+    Args:
+        padded: the row of the same shape with a padding mask, or None.
+    """
+    found = gains(row)
+    least = gains(padded).get("sdpa", 0.0) if padded is not None else 0.0
+    if least >= MARGIN and found.get("sdpa"):
+        return {kernel: round(least * gain / found["sdpa"], 3) for kernel, gain in found.items()}
+    return {kernel: gain for kernel, gain in found.items() if gain >= MARGIN}
+
+
 def merged(files: list[dict[str, Any]]) -> dict[str, Any]:
     """Several files of one device as one, with the header of the first.
 
@@ -73,8 +92,10 @@ def merged(files: list[dict[str, Any]]) -> dict[str, Any]:
 def table(measured: dict[str, Any]) -> dict[str, Any]:
     """The table of one file of measurements."""
     rows = []
+    padded = {_shape(row): row for row in measured["rows"] if row["mask"] == "pad"}
     for row in measured["rows"]:
-        gain = gains(row)
+        stock_fuses = any("scaled_dot_product" in name for name in row.get("kernels", {}).get("unfused", ()))
+        gain = gains_where_stock_fuses(row, padded.get(_shape(row))) if stock_fuses else gains(row)
         if gain:
             kept: dict[str, Any] = {key: row[key] for key in SHAPE}
             kept["mask"] = SAME_KIND.get(kept["mask"], kept["mask"])
@@ -86,6 +107,10 @@ def table(measured: dict[str, Any]) -> dict[str, Any]:
                 kept |= {name: row[name] for name in ("gemm_backward", "visible")}
             rows.append({**kept, "gain": gain, **({"options": options} if "options" in row else {})})
     return {**head(measured), "attention": rows}
+
+
+def _shape(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in SHAPE if name != "mask")
 
 
 def head(measured: dict[str, Any]) -> dict[str, Any]:

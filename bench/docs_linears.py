@@ -239,7 +239,9 @@ def tiles_table(linears: Json, adapters: Json) -> str:
     for name, found in linears["judgement"].items():
         add(name, "linears", found, WAYS)
     for kernel, words in ADAPTERS.items():
-        add(adapters["of"], words, adapters["kernels"][kernel], {"chosen": WAYS["shipped"]})
+        for device, kernels in adapters["devices"].items():
+            if kernel in kernels:
+                add(device, words, kernels[kernel], {"chosen": WAYS["shipped"]})
     columns = (
         "", "configuration", "longer than the fastest, mean", "nine tenths are below", "most",
         "log speedup kept", "below 0.98 of stock",

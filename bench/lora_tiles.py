@@ -1,7 +1,8 @@
 """The configurations of adapters' kernels where no row has the very problem: how much they lose.
 
     python -m bench.tune_lora --odd --no-autotune --out bench/results/tiles_lora_h100.json --budget 540
-    python -m bench.lora_tiles bench/results/tiles_lora_h100.json --json bench/results/tile_model_lora.json
+    python -m bench.lora_tiles bench/results/tiles_lora_{h100,h200}.json \\
+        --json bench/results/tile_model_lora.json
 
 The first command times nearly all configurations (`first_us`) of problems that fill a device badly. The
 second says, of each kernel, how much longer than the fastest configuration a problem takes in the default
@@ -156,20 +157,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("times", type=Path, help="a file of bench.tune_lora --odd")
+    parser.add_argument("times", type=Path, nargs="+", help="files of bench.tune_lora --odd")
     parser.add_argument("--json", type=Path, help="where to write the judgement")
     arguments = parser.parse_args()
-    measured = json.loads(arguments.times.read_text())
-    name = tables.slug(measured["device"])
-    result: Json = {**HEAD, "of": name, "kernels": {}}
-    for kind, kernel in KERNELS.items():
-        found = list(cases(measured["rows"], kind, kernel))
-        if not found:
-            continue
-        judgement = result["kernels"][kind] = judge(kernel, found, name)
-        print(f"{kind}: {judgement['problems']} of {judgement['of']} problems")
-        for way, values in judgement["ways"].items():
-            print(f"  {way:8} " + ", ".join(f"{column} {value}" for column, value in values.items()))
+    result: Json = {**HEAD, "devices": {}}
+    for path in arguments.times:
+        measured = json.loads(path.read_text())
+        name = tables.slug(measured["device"])
+        kernels = result["devices"][name] = {}
+        for kind, kernel in KERNELS.items():
+            found = list(cases(measured["rows"], kind, kernel))
+            if not found:
+                continue
+            judgement = kernels[kind] = judge(kernel, found, name)
+            print(f"{name}, {kind}: {judgement['problems']} of {judgement['of']} problems")
+            for way, values in judgement["ways"].items():
+                print(f"  {way:8} " + ", ".join(f"{column} {value}" for column, value in values.items()))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 

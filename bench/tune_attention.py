@@ -5,7 +5,7 @@ to leave the site to stock. Every candidate is compiled by stock `torch.compile`
 `inductor_fusions`), starts from q, k, v laid out [batch, length, heads, head_dim], as projections leave
 them, and ends in `.transpose(1, 2).contiguous()`:
 
-    unfused     the attention written out as in Hugging Face's eager spelling
+    unfused     the attention written out as in Hugging Face's eager spelling; stock's patterns are off
     sdpa        F.scaled_dot_product_attention, with the backend that PyTorch picks
     flash, efficient, cudnn
                 the same with one backend forced
@@ -139,9 +139,10 @@ def set_up(device: str) -> None:
     # AOTAutograd's cache does not know which SDPA backend is forced, and would mix the candidates up.
     functorch.enable_autograd_cache = False
     inductor.fx_graph_cache = False
-    from inductor_fusions import config
+    from inductor_fusions import _inductor, config
 
     config.enabled = False
+    _inductor.without_attention_patterns()
     functorch.force_non_lazy_backward_lowering = True
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.config.recompile_limit = 32  # of one function, which each candidate compiles anew

@@ -24,7 +24,14 @@ from torch.utils._config_module import Config, install_config_module
 
 from .absent import AbsentDevice, absent_device, device_guard, is_absent, on_absent_device
 from .bisector import bisected_away, bisecting, join_bisector
-from .compiling import compile_each_anew, fresh_compile, inductor, isolated_compile, passes_only
+from .compiling import (
+    compile_each_anew,
+    fresh_compile,
+    inductor,
+    isolated_compile,
+    passes_only,
+    without_attention_patterns,
+)
 from .flex import flex_attention_op, flex_backward_op, flex_block_mask
 from .graphs import (
     changes,

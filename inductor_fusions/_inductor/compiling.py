@@ -41,6 +41,16 @@ def compile_each_anew() -> None:
     torch._dynamo.config.recompile_limit = 64
 
 
+def without_attention_patterns() -> None:
+    """Keep stock's attention patterns from being registered in this process, which has compiled nothing yet.
+
+    What matches one of them is a call of SDPA already: the same attention in another form would be taken to
+    gain nothing. Source: `lazy_init` of torch/_inductor/fx_passes/joint_graph.py.
+    """
+    registering: Any = importlib.import_module("torch._inductor.fx_passes.fuse_attention")
+    registering._sfdp_init = lambda *_: None
+
+
 @contextlib.contextmanager
 def isolated_compile() -> Iterator[Callable[..., Any]]:
     """Gives a `compile(fn, backend, dynamic)` whose work leaves no trace, and that finds none.

@@ -62,6 +62,7 @@ def set_up(asked: Mapping[str, Any]) -> None:
     from .. import _inductor
 
     _inductor.compile_each_anew()
+    _inductor.without_attention_patterns()
     tf32 = bool(asked["row"].get("tf32"))
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if asked["device"] == "cuda":

@@ -102,8 +102,8 @@ def test_choices_are_judged(
     monkeypatch.setattr("sys.argv", ["lora_tiles", str(results), "--json", str(out)])
     lora_tiles.main()
     judged = json.loads(out.read_text())
-    assert judged["of"] == NAME and set(judged["kernels"]) == set(lora_tiles.KERNELS)
-    for kind, found in judged["kernels"].items():
+    assert set(judged["devices"]) == {NAME} and set(judged["devices"][NAME]) == set(lora_tiles.KERNELS)
+    for kind, found in judged["devices"][NAME].items():
         assert found["problems"] >= 15, kind
         assert found["ways"]["chosen"]["most"] == 0 < found["ways"]["default"]["mean"] < 1, kind
         assert found["ways"]["chosen"]["kept"] == 1 > found["ways"]["default"]["kept"], kind

@@ -21,9 +21,10 @@ from inductor_fusions.decisions import Query, deciding, tables
 from inductor_fusions.decisions.problems import SECTIONS
 from inductor_fusions.worker import attention, measuring, problem
 from inductor_fusions.worker.case import Case, UnableError
+from tests.support.processes import start
 
 #: Of each section, rows of the H200's table whose problem must be asked for when they are written out.
-FOUND = {"attention": 385, "block_mm": 12, "lora": 188, "lora_sums": 252}
+FOUND = {"attention": 384, "block_mm": 12, "lora": 206, "lora_sums": 252}
 
 
 @contextlib.contextmanager
@@ -223,3 +224,29 @@ def test_the_process_takes_no_setting_of_its_parent(tmp_path: Path, monkeypatch:
     finally:
         own.process = None
         own.end()
+
+
+STOCK_ALONE = """
+import sys
+import torch
+from torch._inductor.utils import run_and_get_code
+from inductor_fusions import config, worker
+from inductor_fusions.worker import attention
+
+asked = {"row": {}, "device": "cpu", "threads": 1}
+if sys.argv[1] == "worker":
+    worker.set_up(asked)
+row = {"batch": 2, "heads": 3, "q_len": 33, "kv_len": 33, "head_dim": 16, "dtype": "float32", "mask": "none"}
+case = attention.case({**row, "train": False}, "cpu")
+with config.patch(enabled=False), torch.no_grad():
+    _, code = run_and_get_code(torch.compile(case.fn), *case.inputs)
+print("scaled_dot_product" in "".join(code))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "matches"), [("worker", "False"), ("elsewhere", "True")])
+def test_the_baseline_is_an_attention_written_out(where: str, matches: str, tmp_path: Path) -> None:
+    """Stock's attention patterns match this attention, but not where an attention is measured."""
+    done = start("-c", STOCK_ALONE, where, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert done.stdout.split()[-1:] == [matches], done.stderr

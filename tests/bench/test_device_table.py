@@ -49,3 +49,13 @@ def test_nothing_known_is_no_row() -> None:
 def test_stock_patterns_that_do_not_match() -> None:
     row = measured("none", MATH, unfused=20.0, sdpa=20.0)
     assert table(PAD, row)["none"] == {"sdpa": 1.0}
+
+
+def test_least_time_on_the_device_of_the_same_kernels() -> None:
+    """The device waits for the host in one candidate and not in the other, which calls the same kernels."""
+    kernels = {"unfused": MATH, "sdpa": CUDNN, "cudnn": CUDNN, "efficient": ["_efficient_attention"]}
+    row = measured("none", MATH, unfused=60.0, sdpa=40.0, cudnn=44.0, efficient=30.0)
+    row |= {"train": True, "kernels": kernels, "device_us": {**row["times_us"], "sdpa": 90.0}}
+    assert table(row)["none"] == {"sdpa": 1.364, "efficient": 2.0}
+    row["kernels"] = {**kernels, "cudnn": ["_scaled_dot_product_flash_attention"]}
+    assert table(row)["none"] == {"sdpa": 0.667, "efficient": 2.0}

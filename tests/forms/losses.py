@@ -220,6 +220,19 @@ def taken_along_a_dim(h: Any, w: Any, y: Any) -> Any:
     return torch.take_along_dim(F.linear(h, w).log_softmax(-1), y.unsqueeze(-1), dim=-1).squeeze(-1)
 
 
+@form(*HEAD, left=(1, 1), reasons=("read by gather", "read by gather"))
+def several_labels_of_a_row(h: Any, w: Any, y: Any) -> Any:
+    """The most likely tokens of a teacher."""
+    return F.linear(h, w).log_softmax(-1).gather(-1, torch.stack([y, y + 1], -1))
+
+
+@form(*HEAD, left=(1, 1), reasons=("read by exp and", "read by exp and"))
+def entropy_in_parts(h: Any, w: Any, y: Any) -> Any:
+    """TRL."""
+    logs = [F.log_softmax(part, -1) for part in F.linear(h, w).view(-1, 80).split(16)]
+    return torch.cat([-(part.exp() * part).sum(-1) for part in logs])
+
+
 @form(*HEAD)
 def picked_by_two_indices(h: Any, w: Any, y: Any) -> Any:
     logs = F.log_softmax(F.linear(h, w).view(-1, 80), dim=-1)

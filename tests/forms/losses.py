@@ -85,6 +85,12 @@ def two_biases(h: Any, w: Any, y: Any, c: Any, d: Any) -> Any:
     return F.cross_entropy((F.linear(h, w, c) + d).view(-1, 80), y.view(-1))
 
 
+@form(*HEAD, (8, 32), (80, 8), reasons=("an adapter of the head",) * 2)
+def adapter_of_the_head(h: Any, w: Any, y: Any, a: Any, b: Any) -> Any:
+    logits = F.linear(h, w) + F.linear(F.linear(h, a), b) * 2.0
+    return F.cross_entropy(logits.view(-1, 80), y.view(-1))
+
+
 @form(*HEAD, (12, 1), reasons=TWO)
 def number_of_each_row(h: Any, w: Any, y: Any, c: Any) -> Any:
     return F.cross_entropy((F.linear(h, w) + c).view(-1, 80), y.view(-1))

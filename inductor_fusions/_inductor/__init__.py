@@ -98,7 +98,13 @@ from .net import (
     take_from_compiles,
     with_inner_compile,
 )
-from .operations import GROUPED_MM, assert_on_device, cuda_sdpa_backends, sdpa_is_fused
+from .operations import (
+    GROUPED_MM,
+    assert_on_device,
+    cuda_sdpa_backends,
+    gradients_in_modes,
+    sdpa_is_fused,
+)
 from .probing import probe, without_modes
 from .ranks import communicates, compiles_together, first_to_say, has_peers
 from .reports import artifact_log, cache_folder, compile_counters, trace_artifact, trace_id

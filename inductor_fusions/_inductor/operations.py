@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import graph as autograd_graph
 
 #: What `torch.nn.functional.grouped_mm` calls; None on a torch that is too old for it.
 GROUPED_MM: Any = getattr(torch, "_grouped_mm", None)
@@ -15,6 +17,18 @@ _CUDA_BACKENDS = ("efficient", "flash", "cudnn")
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """Raise where a condition does not hold: at once on a CPU, by an assert of the device elsewhere."""
     torch._assert_async(condition, message)
+
+
+def gradients_in_modes(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad`, but with torch function modes in what the backward runs again (checkpoints).
+
+    `grad` is handed to the modes itself, and a mode is off while it handles a function.
+    """
+    run: Any = autograd_graph._engine_run_backward
+    found = run(tuple(outputs), tuple(cotangents), False, False, tuple(inputs), True, accumulate_grad=False)
+    return tuple(found)
 
 
 def sdpa_is_fused(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .._inductor import GROUPED_MM, is_wrapper, parts_of
+from .._inductor import GROUPED_MM, gradients_in_modes, is_wrapper, parts_of
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 Outcome = tuple[Any, dict[str, torch.Tensor | None], tuple[torch.Tensor, ...]]
@@ -77,6 +78,7 @@ def run(
     kwargs: Mapping[str, Any],
     train: bool,
     cotangents: Sequence[torch.Tensor] | None = None,
+    in_modes: bool = False,
 ) -> Outcome:
     """Run once, on copies of the arguments.
 
@@ -86,6 +88,7 @@ def run(
         train: differentiate as well; else everything runs without gradients.
         cotangents: one for each floating output that requires a gradient, instead of random ones (the same
             at each call).
+        in_modes: torch function modes hold in what the backward runs again, too.
 
     Returns:
         Outputs, gradients by name (see `leaves`), and the cotangents.
@@ -114,7 +117,8 @@ def run(
     grads: dict[str, torch.Tensor | None] = dict.fromkeys(differentiated)
     if tensors and differentiated:
         given = [c.to(t.dtype) for c, t in zip(cotangents, tensors, strict=True)]
-        found = torch.autograd.grad(tensors, list(differentiated.values()), given, allow_unused=True)
+        gradients = gradients_in_modes if in_modes else partial(torch.autograd.grad, allow_unused=True)
+        found = gradients(tensors, list(differentiated.values()), given)
         grads = dict(zip(differentiated, found, strict=True))
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs), grads, tuple(cotangents)
 
@@ -130,7 +134,8 @@ def exact(
     wide = copy.deepcopy(fn).double() if isinstance(fn, nn.Module) else fn
     wide_args, wide_kwargs = cast((args, kwargs), torch.float64)
     with Float64Mode():
-        return run(wide, wide, wide_args, wide_kwargs, train, [c.double() for c in cotangents])
+        given = [c.double() for c in cotangents]
+        return run(wide, wide, wide_args, wide_kwargs, train, given, in_modes=True)
 
 
 def _cotangent(index: int, tensor: torch.Tensor) -> torch.Tensor:

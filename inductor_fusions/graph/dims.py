@@ -330,11 +330,11 @@ def _part(op: Op) -> Selection | None:
     elif call.name in ("split", "split_with_sizes", "chunk"):
         sizes = enumerate(zip(before.shape, after.shape, strict=True))
         others = [dim for dim, (whole, own) in sizes if not known_true(whole == own)]
-        if len(others) != 1:
+        if len(others) != 1 and len(parts) != 1:
             return None
-        (dim,) = others
-        start = sum(part.shape[dim] for part in parts[:number])
-        index[dim] = slice(start, start + after.shape[dim])
+        for dim in others:  # none if there is one part, which is the whole
+            start = sum(part.shape[dim] for part in parts[:number])
+            index[dim] = slice(start, start + after.shape[dim])
     else:
         return None
     return _selected(call.input, index, (op.node, call.node), number)

@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import fx, nn
 
 import inductor_fusions
 from inductor_fusions import config, verify
-from inductor_fusions.checking import budget
+from inductor_fusions.checking import budget, runs
 from inductor_fusions.checking.runs import Float64Mode
 from inductor_fusions.fusion import Candidate, Fusion
 
@@ -182,3 +183,21 @@ def test_grouped_products_in_float64(kind: str) -> None:
         wide = torch._grouped_mm(a.double(), b.double(), offs)
     assert wide.dtype == torch.float64
     torch.testing.assert_close(wide.float(), narrow, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_checkpoints_run_again_in_float64(early_stop: bool) -> None:
+    """What the backward runs again casts to the dtypes of the forward."""
+
+    def inner(q, k, v):
+        return attention(q.float(), k.float(), v.float()).to(torch.bfloat16)
+
+    def checkpointed(q, k, v):
+        with torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
+            return torch.utils.checkpoint.checkpoint(inner, q, k, v, use_reentrant=False)
+
+    given = [x.detach().bfloat16().requires_grad_() for x in inputs()]
+    plain = runs.exact(inner, given, {}, True, [torch.ones(1, 2, 5, 8)])[1]
+    found = runs.exact(checkpointed, given, {}, True, [torch.ones(1, 2, 5, 8)])[1]
+    assert all(torch.equal(plain[name], found[name]) for name in ("0", "1", "2"))
+    assert verify(checkpointed, *given, policy="always").ok

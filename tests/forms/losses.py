@@ -85,6 +85,12 @@ def two_biases(h: Any, w: Any, y: Any, c: Any, d: Any) -> Any:
     return F.cross_entropy((F.linear(h, w, c) + d).view(-1, 80), y.view(-1))
 
 
+@form(*HEAD, (8, 32), (80, 8), reasons=("an adapter of the head",) * 2)
+def adapter_of_the_head(h: Any, w: Any, y: Any, a: Any, b: Any) -> Any:
+    logits = F.linear(h, w) + F.linear(F.linear(h, a), b) * 2.0
+    return F.cross_entropy(logits.view(-1, 80), y.view(-1))
+
+
 @form(*HEAD, (12, 1), reasons=TWO)
 def number_of_each_row(h: Any, w: Any, y: Any, c: Any) -> Any:
     return F.cross_entropy((F.linear(h, w) + c).view(-1, 80), y.view(-1))
@@ -218,6 +224,19 @@ def less_the_logsumexp_of_all_pairs(h: Any, w: Any, y: Any) -> Any:
 @form(*HEAD)
 def taken_along_a_dim(h: Any, w: Any, y: Any) -> Any:
     return torch.take_along_dim(F.linear(h, w).log_softmax(-1), y.unsqueeze(-1), dim=-1).squeeze(-1)
+
+
+@form(*HEAD, left=(1, 1), reasons=("read by gather", "read by gather"))
+def several_labels_of_a_row(h: Any, w: Any, y: Any) -> Any:
+    """The most likely tokens of a teacher."""
+    return F.linear(h, w).log_softmax(-1).gather(-1, torch.stack([y, y + 1], -1))
+
+
+@form(*HEAD, left=(1, 1), reasons=("read by exp and", "read by exp and"))
+def entropy_in_parts(h: Any, w: Any, y: Any) -> Any:
+    """TRL."""
+    logs = [F.log_softmax(part, -1) for part in F.linear(h, w).view(-1, 80).split(16)]
+    return torch.cat([-(part.exp() * part).sum(-1) for part in logs])
 
 
 @form(*HEAD)

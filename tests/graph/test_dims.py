@@ -27,6 +27,7 @@ FORMS: dict[str, Callable[[Any], Any]] = {
     "narrow from behind": lambda x: x.narrow(-2, -2, 2),
     "split": lambda x: x.split(4, dim=1)[1],
     "split by sizes": lambda x: x.split([1, 3, 1], -1)[-2],
+    "split into one part": lambda x: x.split(6, dim=1)[0],
     "chunk": lambda x: torch.chunk(x, 3, 1)[2],
     "unbind": lambda x: x.unbind(1)[-2],
     "sizes": lambda x: x[:, x.shape[0] - 1 : x.shape[0] + 1],

@@ -80,6 +80,39 @@ def another_ignored(logits: Any, labels: Any) -> Any:
     return F.cross_entropy(logits.view(-1, V), labels.clamp(min=0).view(-1), ignore_index=0)
 
 
+def penalised(logits: Any, labels: Any) -> Any:
+    """The z-loss of PaLM, also of rows whose label is ignored."""
+    return causal(logits, labels) + 0.1 * logits.logsumexp(-1).square().mean()
+
+
+def penalised_weighted(logits: Any, labels: Any, weights: Any) -> Any:
+    """Of OLMo: the penalty is returned as well. Here it is made of views and casts of its own."""
+    flat, labels = logits.view(-1, V), labels.view(-1)
+    penalty = (labels != -100) * torch.logsumexp(logits.flatten(0, 1), -1, keepdim=True).squeeze(1) ** 2
+    return F.cross_entropy(flat, labels, weights, label_smoothing=0.2) + penalty.sum(), penalty
+
+
+def penalised_capped(logits: Any, labels: Any) -> Any:
+    logits = (torch.tanh(logits / 3.0) * 3.0)[:, :-1].reshape(-1, V)
+    return F.cross_entropy(logits, labels[:, 1:].reshape(-1), reduction="sum"), logits.logsumexp(1)
+
+
+def penalised_by_hand(logits: Any, labels: Any) -> Any:
+    """Of t5x: one logsumexp for both. The labels are made behind it."""
+    lse = logits.logsumexp(-1)
+    likelihood = lse - logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return (likelihood + 0.1 * lse**2).mean()
+
+
+def each_in_int32(logits: Any, labels: Any) -> Any:
+    return logits.log_softmax(-1).gather(-1, labels.clamp(min=0).int()[..., None])
+
+
+def one_part(logits: Any, labels: Any) -> Any:
+    """A loop over parts of 128 rows, of which there is one."""
+    return sum(F.cross_entropy(part, labels.view(-1)) for part in logits.view(-1, V).split(128))
+
+
 #: A function of logits and labels, or of a weight of each class too; and the operation that it becomes.
 FORMS: dict[str, tuple[Function, str]] = {
     "causal": (causal, "linear_cross_entropy"),
@@ -95,6 +128,12 @@ FORMS: dict[str, tuple[Function, str]] = {
     "log-probabilities": (log_probabilities, "linear_softmax_rows"),
     "some classes": (some_classes, "linear_cross_entropy"),
     "another label is ignored": (another_ignored, "linear_cross_entropy"),
+    "penalised": (penalised, "linear_softmax_rows"),
+    "penalised, weighted": (penalised_weighted, "linear_softmax_rows"),
+    "penalised, capped": (penalised_capped, "linear_softmax_rows"),
+    "penalised by hand": (penalised_by_hand, "linear_softmax_rows"),
+    "labels in int32": (each_in_int32, "linear_softmax_rows"),
+    "one part": (one_part, "linear_cross_entropy"),
     "one sample": (lambda logits, labels: F.cross_entropy(logits[1], labels[1]) * 2, "linear_cross_entropy"),
 }  # fmt: skip
 
@@ -118,7 +157,31 @@ def returned_slice(logits: Any, labels: Any) -> Any:
 
 
 def read_elsewhere(logits: Any, labels: Any) -> Any:
-    return causal(logits, labels) + 1e-4 * logits.logsumexp(-1).square().mean()
+    return causal(logits, labels) + 1e-4 * logits.square().mean()
+
+
+def penalised_elsewhere(logits: Any, labels: Any) -> Any:
+    """The logsumexp of other rows than those of the loss."""
+    return shifted_logits(logits, labels) + logits.logsumexp(-1).square().mean()
+
+
+def penalised_without_gradient(logits: Any, labels: Any) -> Any:
+    with torch.no_grad():
+        seen = logits.logsumexp(-1)
+    return causal(logits, labels), seen
+
+
+def penalised_in_front(logits: Any, labels: Any) -> Any:
+    """What the loss reads is made behind the penalty."""
+    penalty = logits.logsumexp(-1).square().mean()
+    return causal(logits, labels + 0) + penalty
+
+
+def labels_overwritten_behind_a_penalty(logits: Any, labels: Any) -> Any:
+    labels = labels.clone()
+    penalty = logits.logsumexp(-1).square().mean()
+    labels[:, 3] = 7
+    return F.cross_entropy(logits.mT, labels) + penalty
 
 
 def probabilities(logits: Any, labels: Any) -> Any:
@@ -160,6 +223,18 @@ def rows_of_two_losses(logits: Any, labels: Any) -> Any:
 OTHERS: dict[str, tuple[Function, str]] = {
     "the logits are returned": (returned, "used-elsewhere"),
     "the logits are read elsewhere": (read_elsewhere, "used-elsewhere"),
+    "a penalty of other rows": (penalised_elsewhere, "used-elsewhere"),
+    "a penalty of other logits": (
+        lambda logits, labels: causal(logits * 2, labels) + logits.logsumexp(-1).mean(),
+        "used-elsewhere",
+    ),
+    "a penalty over the rows": (
+        lambda logits, labels: causal(logits, labels) + logits.logsumexp(1).mean(),
+        "used-elsewhere",
+    ),
+    "a penalty without a gradient": (penalised_without_gradient, "used-elsewhere"),
+    "a penalty in front": (penalised_in_front, "order"),
+    "labels are overwritten behind a penalty": (labels_overwritten_behind_a_penalty, "overwritten"),
     "probabilities": (probabilities, "loss"),
     "a tensor is added": (lambda logits, labels, weights: causal(logits.tanh() + weights, labels), "loss"),
     "rounded": (lambda logits, labels: causal(logits.bfloat16(), labels), "rounded"),

@@ -154,6 +154,21 @@ def test_float16_base_of_float32_adapters() -> None:
     assert len(targets(seen, NARROW_MM)) == 1
 
 
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_rank_above_that_of_the_kernels(train: bool) -> None:
+    """It is said of the linear, and in training of the gradient of its input."""
+    given = [rand(*shape) for shape in ((96, 320), (384, 320), (136, 320), (384, 136))]
+    seen = run(linear, given, train=train)
+    assert seen.codes("lora") == ["limit"] * (1 + train) and "rank 136" in seen.reasons("lora")[0]
+    seen = run(lambda x, w, a, b: F.linear(x, w), given, train=train)
+    assert not seen.codes("lora")
+    # No adapter: of another input, or wider than half of it.
+    seen = run(lambda x, w, a, b: F.linear(x.sin(), w) + F.linear(F.linear(x, a), b), given, train=train)
+    assert not seen.codes("lora")
+    given[2:] = rand(168, 320), rand(384, 168)
+    assert not run(linear, given, train=train).codes("lora")
+
+
 def test_without_measurements_it_is_left_to_stock() -> None:
     seen = run(linear, operands(), policy="profitable")
     assert not seen.fused("lora")

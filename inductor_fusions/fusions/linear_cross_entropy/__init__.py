@@ -27,7 +27,7 @@ from ...graph.torch_ops import CASTS, VIEWS, read, reads_metadata
 from ...layouts.keeping import Keeping
 from ...operands import check_kind, profitable, tensor, text, tokens_of, value
 from ...reasons import Reason
-from . import emit, recognise
+from . import emit, norms, recognise
 from .recognise import LossSite, Unsupported
 
 __all__ = ["FUSION"]
@@ -41,6 +41,7 @@ class LossHead(Candidate):
 
     def __init__(self, graph: fx.Graph, site: LossSite) -> None:
         self.graph, self.site, self.anchor = graph, site, site.loss
+        self.norms = norms.of(site)
         self.note = ""
         self.returns = False
 
@@ -77,10 +78,16 @@ class LossHead(Candidate):
         out = tensor(self.anchor)
         return (
             not self.site.gathers
+            and not self.norms
             and self.site.reduction != "none"
             and not (self.trains and is_body(self.graph))
             and not (self.trains and out is not None and self._logits.dtype == torch.float16)
         )
+
+    @property
+    def _before(self) -> fx.Node:
+        """Where the operation stands: in front of the loss, and of what reads a logsumexp."""
+        return min([self.site.loss, *(user for norm in self.norms for user in norm.node.users)])
 
     @property
     def _logits(self) -> torch.Tensor:
@@ -124,14 +131,24 @@ class LossHead(Candidate):
         replayed = [x for node in site.replayed for x in node.all_input_nodes]
         held = [x for x in (site.h, site.w, *site.path, *replayed) if tensor(x) is not None]
         known = [node for node in effects(self.graph) if node not in site.path]  # scales are written in place
-        check_between(site.path, site.loss, "the linear and the loss", modes, known, held)
-        for later in (site.bias, site.labels):  # the graph may make them behind the linear
-            if later is not None:
-                since = [node for node in (*site.path, site.loss) if node >= _first_reader(site, later)]
-                check_between(since, site.loss, "the linear and the loss", modes, known, [later])
+        results = [site.loss, *(norm.node for norm in self.norms)]
+        path = [*site.path, *(node for norm in self.norms for node in norm.path), *results]
+        check_between(path, max(results), "the linear and the loss", modes, known, held)
+        before = self._before
+        for later in (site.bias, site.labels, site.weights):  # the graph may make them behind the linear
+            if later is None:
+                continue
+            if not later < before:
+                raise Reason.ORDER.rejected(
+                    f"{before.name} reads a logsumexp of the logits in front of {later.name}, an operand of "
+                    "the loss",
+                    "compute the loss before the penalty on the logsumexp",
+                )
+            since = [each for each in (*site.path, site.loss) if each >= _first_reader(site, later)]
+            check_between([*since, before], site.loss, "the linear and the loss", modes, known, [later])
         if not self.in_one_pass and self.trains:
-            check_kept(operands, site.loss)
-        check_operation([*site.path, site.loss])
+            check_kept(operands, before)
+        check_operation(path)
 
     def _losses_of_other_parts(self) -> list[LossSite]:
         """The losses that read other parts of the logits: other classes, or other rows.
@@ -144,7 +161,13 @@ class LossHead(Candidate):
         may_detach = may_detach and all(op is not None and op.name in VIEWS for op in replayed)
         may_detach = may_detach and not self.site.overwrites
         sites, nodes, waiting = [self.site], {*self.site.path, self.site.loss}, list(self.site.path)
+        both = {norm.node for norm in self.norms}  # which others may read as well
+        for norm in self.norms:
+            nodes |= {*norm.path, norm.node}
+            waiting += norm.path
         for node in waiting:
+            if node in both:
+                continue
             others = [user for user in readers(node) if user not in nodes and not reads_metadata(user, node)]
             others = [_behind_a_cast(user) for user in others]
             if may_detach and others and all(user.op == "output" for user in others):
@@ -163,6 +186,10 @@ class LossHead(Candidate):
                         sites.append(each)
                         nodes |= {*each.path, each.loss}
                         waiting += each.path
+                        for norm in norms.of(each):
+                            both.add(norm.node)
+                            nodes |= {*norm.path, norm.node}
+                            waiting += norm.path
                 if other not in nodes:
                     op = read(node)
                     what = "logits" if op is None or op.name != "log_softmax" else "log-probabilities"
@@ -220,7 +247,10 @@ class LossHead(Candidate):
         elif self.in_one_pass:
             new = emit.loss(site, self.wants)
         else:
-            new = emit.rows(self._kept() if self.trains else site)
+            kept = self._kept() if self.trains else site
+            new, lses = emit.rows(kept, self._before, self.norms)
+            for norm, lse in zip(self.norms, lses, strict=True):
+                replace(norm.node, lse, norm.path)
         replace(site.loss, new, site.path)
         name = "linear_cross_entropy" if self.in_one_pass else "linear_softmax_rows"
         return f"{name}{self.note}"
@@ -231,8 +261,8 @@ class LossHead(Candidate):
         keeping = Keeping(self.graph, recomputed=is_body(self.graph))
         # The product keeps an operand where the other one takes a gradient, and an addition keeps none.
         by_eager = {storage(x) for x, other in ((site.h, wants_w), (site.w, wants_h)) if other}
-        h, w = (keeping.kept(x, site.loss, by_eager) for x in (site.h, site.w))
-        bias = None if site.bias is None else keeping.kept(site.bias, site.loss, by_eager)
+        h, w = (keeping.kept(x, self._before, by_eager) for x in (site.h, site.w))
+        bias = None if site.bias is None else keeping.kept(site.bias, self._before, by_eager)
         return dataclasses.replace(site, h=h, w=w, bias=bias)
 
 

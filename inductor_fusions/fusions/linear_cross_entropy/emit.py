@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ...graph.builder import Builder
 from ...graph.dims import WHOLE, per_dim
 from ...graph.torch_ops import VIEWS, read
 from ...operands import tensor, value
+from .norms import Norm
 from .op import LINEAR_CROSS_ENTROPY, SOFTMAX_ROWS
 from .recognise import LossSite
 
@@ -31,7 +33,7 @@ def loss(site: LossSite, wants: list[bool], raw: fx.Node | None = None) -> fx.No
         LINEAR_CROSS_ENTROPY, h, w, bias, _labels(build, site), site.weights, raw, site.bend.scale,
         site.bend.cap, site.ignore_index, site.smoothing, site.reduction == "mean", wants,
     )  # fmt: skip
-    return _as_before(build, made[0], site)
+    return _as_before(build, made[0], site.loss)
 
 
 def detached(site: LossSite) -> fx.Node:
@@ -47,9 +49,17 @@ def detached(site: LossSite) -> fx.Node:
     return raw
 
 
-def rows(site: LossSite) -> fx.Node:
-    """Add the operation for losses of each row and log-probabilities, and the sum or mean of its results."""
-    build = Builder(site.loss)
+def rows(site: LossSite, before: fx.Node, norms: Sequence[Norm] = ()) -> tuple[fx.Node, list[fx.Node]]:
+    """Add the operation for losses of each row and log-probabilities, and the sum or mean of its results.
+
+    Args:
+        before: in front of which node.
+        norms: which logsumexps are wanted as well.
+
+    Returns:
+        The loss, and a logsumexp for each of `norms`.
+    """
+    build = Builder(before, like=site.loss)
     h, w, bias = _operands(build, site)
     labels = _labels(build, site)
     classes = build.value(w).shape[0]
@@ -60,17 +70,19 @@ def rows(site: LossSite) -> fx.Node:
             torch.where, build.call(torch.lt, labels, 0), build.call(torch.add, labels, classes), labels
         )
     there = None if site.gathers else build.call(torch.ne, labels, site.ignore_index)
-    # A negative label is out of bounds now; -1 says that a row is left out.
+    # A negative label is out of bounds now; -1 says that a row is left out. Its logsumexp is not.
     labels = build.call(torch.where, build.call(torch.lt, labels, 0), classes, labels)
     if there is not None:
-        labels = build.call(torch.where, there, labels, -1)
+        labels = build.call(torch.where, there, labels, 0 if norms else -1)
     smooth = site.smoothing != 0
     log_p, lse, total = build.parts(
         SOFTMAX_ROWS, h, w, bias, labels, site.weights if smooth else None, site.bend.scale, site.bend.cap,
         smooth,
     )  # fmt: skip
+    lses = [_as_before(build, lse, norm.node) for norm in norms]
     if there is None:
-        return _as_before(build, build.call(torch.neg, log_p) if site.negates else log_p, site)
+        found = build.call(torch.neg, log_p) if site.negates else log_p
+        return _as_before(build, found, site.loss), lses
     found = build.call(torch.neg, log_p)
     own = there
     whole: Any = classes
@@ -89,7 +101,7 @@ def rows(site: LossSite) -> fx.Node:
         found = build.call(torch.sum, found)
     if site.reduction == "mean":
         found = build.call(torch.div, found, build.call(torch.sum, own))
-    return _as_before(build, found, site)
+    return _as_before(build, found, site.loss), lses
 
 
 def _operands(build: Builder, site: LossSite) -> tuple[fx.Node, fx.Node, fx.Node | None]:
@@ -149,13 +161,13 @@ def _replayed(build: Builder, site: LossSite, node: fx.Node, h: fx.Node) -> fx.N
 
 
 def _labels(build: Builder, site: LossSite) -> fx.Node:
-    labels = site.labels
+    labels = build.to(site.labels, torch.int64)
     return labels if build.value(labels).dim() == 1 else build.call("reshape", labels, (-1,))
 
 
-def _as_before(build: Builder, found: fx.Node, site: LossSite) -> fx.Node:
-    """A result in the shape and dtype of the loss."""
-    out = value(site.loss)
+def _as_before(build: Builder, found: fx.Node, replaced: fx.Node) -> fx.Node:
+    """A result in the shape and dtype of what it replaces."""
+    out = value(replaced)
     found = build.to(found, out.dtype)
     if len(build.value(found).shape) != out.dim():
         found = build.call("reshape", found, tuple(out.shape))

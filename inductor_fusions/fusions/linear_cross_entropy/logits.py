@@ -20,7 +20,7 @@ from ...fusion import Rejected
 from ...graph.dims import selection
 from ...graph.einsum import equation
 from ...graph.torch_ops import CASTS, COPIES, Op, linear_of, read, scaled_by, value
-from ...operands import holds, tensor
+from ...operands import holds, same_shape, tensor
 from ...reasons import Reason
 from .parts import Head, classes_of, one_head, rows_of
 
@@ -214,6 +214,12 @@ def _biased(op: Op) -> tuple[fx.Node, fx.Node]:
             continue
         if before.dtype == held.dtype and known_true(held.shape[0] == before.shape[-1]):
             return source, vector
+    out_shape = value(op.node).shape
+    if all((term := tensor(x)) is not None and same_shape(term.shape, out_shape) for x in (first, second)):
+        raise Reason.LOSS.rejected(
+            f"{op.node.name} adds a matrix to the logits, as an adapter of the head does",
+            "leave the head out of the adapters, or merge its adapter",
+        )
     raise _no_linear(op.node)
 
 

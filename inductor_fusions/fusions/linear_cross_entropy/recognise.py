@@ -29,6 +29,8 @@ from .parts import rows_of
 
 #: The operations at which a loss is looked for, beside those that pick log-probabilities.
 _LOSSES = ("cross_entropy", "nll_loss")
+#: Dtypes of labels; those of gathers may be int32.
+_LABELS = (torch.int64, torch.int32)
 _REDUCTIONS: dict[Any, str] = {0: "none", 1: "mean", 2: "sum"}
 #: The operations of hand-written losses.
 _SOFTMAXES = ("log_softmax", "logsumexp")
@@ -62,10 +64,14 @@ _MIXES = (
     | SELECTS
     | frozenset("sum mean pow clamp_min getitem scatter_add index_add pad cat log".split())
 )
+#: What takes some rows or classes of logits.
+_PARTS = SELECTS | frozenset("getitem split split_with_sizes chunk unbind".split())
+#: What picks the logits or log-probabilities of labels.
+_PICKS = ("gather", "take_along_dim")
 #: What may stand between logits and a loss.
 _PASSED = (
-    frozenset("mul div add sub tanh sigmoid getitem stack unbind split split_with_sizes chunk gather".split())
-    | VIEWS | COPIES | CASTS | SELECTS | TRANSPOSES | {*_SOFTMAXES}
+    frozenset("mul div add sub tanh sigmoid stack gather".split())
+    | VIEWS | COPIES | CASTS | _PARTS | TRANSPOSES | {*_SOFTMAXES}
 )  # fmt: skip
 
 
@@ -119,7 +125,8 @@ def site(node: fx.Node) -> LossSite | Unsupported | None:
 def written_out(node: fx.Node) -> Unsupported | None:
     """The softmax of a linear's logits that no loss above reads, as in distillation, or another loss."""
     op = read(node)
-    linear = None if op is None else _linear_before(op.input)
+    passed = _POINTWISE | _PARTS if op is not None and op.name in _SOFTMAXES else _POINTWISE
+    linear = None if op is None else _linear_before(op.input, passed)
     if op is None or linear is None or not _is_loss(op, linear):
         return None
     losses, ends = behind(linear)
@@ -159,14 +166,16 @@ def _is_loss(op: Op, linear: fx.Node) -> bool:
 
     A few classes may be those of a router, unless they are as many as the rows: then pairs are compared.
     """
-    found, logits = product_of(linear), tensor(linear)
+    found, logits, part = product_of(linear), tensor(linear), tensor(op.input)
     h = None if found is None else tensor(found[0])
-    assert h is not None and logits is not None
+    assert h is not None and logits is not None and part is not None
     classes, rows = logits.shape[-1], math.prod(logits.shape[:-1])
+    if op.name in _SOFTMAXES and is_over_last(op):  # of a part of the classes
+        classes = part.shape[-1]
     if op.name in _OF_ROUTERS and not (known_true(classes >= h.shape[-1]) or known_true(classes == rows)):
         return False
     if op.name in ("softmax", "exp", "sigmoid") and not _reaches(
-        op.node, lambda each: each.name in ("log", "gather", "take_along_dim")
+        op.node, lambda each: each.name in ("log", *_PICKS)
     ):
         return _is_returned(op) and known_true(classes == rows)
     return op.name not in _OF_GATES or _reaches(op.node, _is_number)
@@ -181,14 +190,14 @@ def _is_returned(op: Op) -> bool:
     return any(x.dtype == torch.bool and same_shape(x.shape, made.shape) for x in returned)
 
 
-def _linear_before(node: Any, steps: int = 8) -> fx.Node | None:
+def _linear_before(node: Any, passed: frozenset[str] = _POINTWISE, steps: int = 8) -> fx.Node | None:
     """The first linear in front of pointwise operations, whose other operands are no logits of a head."""
     op = read(node)
     if isinstance(node, fx.Node) and product_of(node) is not None:
         return node
-    if op is None or op.name not in _POINTWISE or not steps:
+    if op is None or op.name not in passed or not steps:
         return None
-    found = (_linear_before(each, steps - 1) for each in node.all_input_nodes)
+    found = (_linear_before(each, passed, steps - 1) for each in node.all_input_nodes)
     return next((each for each in found if each is not None), None)
 
 
@@ -210,7 +219,7 @@ def _reaches(node: fx.Node, ends: Callable[[Op], bool], steps: int = 8) -> bool:
 def behind(logits: fx.Node) -> tuple[list[LossSite | Unsupported], dict[str, None]]:
     """The losses that read some logits, and the names of the operations that do something else with them."""
     found = list[LossSite | Unsupported]()
-    seen, waiting, ends = {logits}, [logits], dict[str, None]()
+    seen, waiting, ends, picks = {logits}, [logits], dict[str, None](), dict[str, None]()
     while waiting:
         node = waiting.pop()
         loss = site(node)
@@ -221,10 +230,12 @@ def behind(logits: fx.Node) -> tuple[list[LossSite | Unsupported], dict[str, Non
         if node is not logits and (op is None or op.name not in _PASSED):
             ends[node.name if op is None else op.name] = None
             continue
+        if op is not None and op.name in _PICKS:
+            picks[op.name] = None
         new = [user for user in readers(node) if user not in seen and read(user) is not None]
         seen.update(new)
         waiting += new
-    return found, ends
+    return found, ends if found or ends else picks
 
 
 def are_apart(first: LossSite, second: LossSite) -> bool:
@@ -302,9 +313,9 @@ def _picked(op: Op, picked: log_probabilities.Picked) -> LossSite:
 
 def _check_labels(labels: fx.Node) -> None:
     value = tensor(labels)
-    if value is None or value.dtype != torch.int64:
+    if value is None or value.dtype not in _LABELS:
         raise Reason.LOSS.rejected(
-            "the labels are not int64 class indices", "pass class indices instead of probabilities"
+            "the labels are not class indices", "pass class indices instead of probabilities"
         )
 
 

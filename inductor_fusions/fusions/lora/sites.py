@@ -45,6 +45,7 @@ def candidates(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     yield from units.candidates(graph)
     yield from unsupported.candidates([node for node in nodes if node.target in unsupported.BASES])
     products = products_of(node for node in nodes if node.target in PRODUCTS)
+    yield from unsupported.wide(products)
     found = linears(products)
     sums = read_sums(found)
     found = without(found, sums)

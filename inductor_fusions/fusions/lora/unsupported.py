@@ -15,6 +15,8 @@ from ...fusion import Candidate, LeftToStock, Reported
 from ...graph.products import (
     CASTS,
     RESHAPES,
+    Product,
+    added_matrix,
     additions_behind,
     batched_linear,
     identity,
@@ -28,7 +30,7 @@ from ...graph.products import (
 )
 from ...operands import tensor, value
 from ...reasons import Reason
-from .adapters import MOST_RANK, is_low_rank, step
+from .adapters import MOST_RANK, is_low_rank, source, step
 
 aten = torch.ops.aten
 
@@ -95,6 +97,37 @@ def candidates(bases: Sequence[fx.Node]) -> Iterator[Candidate]:
                 details = {"base": guards.text(base), "adapter": guards.text(up)}
                 yield Reported(node, LeftToStock(reason), details)
                 break
+
+
+def wide(products: Sequence[Product]) -> Iterator[Candidate]:
+    """Every adapter whose rank is above that of the kernels, and which is added to a linear on its input."""
+    for up in products:
+        down = product(_core(up.a))
+        sizes = () if down is None else (down.inner, value(up.node).shape[1])
+        if down is None or not _is_wide(up.inner, *sizes):
+            continue
+        key, sums = identity(source(down.a).base), additions_behind([up.node])
+        others = (found for found in _products_in(sums[-1] if sums else None) if found.node is not up.node)
+        if any(identity(source(found.a).base) == key for found in others):
+            said = Reason.LIMIT(f"the adapter has rank {up.inner}, and the kernels support {MOST_RANK}")
+            yield Reported(sums[-1], LeftToStock(said), {"adapter": guards.text(up.node)})
+
+
+def _is_wide(rank: Any, *sizes: Any) -> bool:
+    """Whether a size would be the rank of an adapter between these sizes, were it not too large."""
+    known = all(isinstance(size, int) for size in (rank, *sizes))
+    return known and rank > MOST_RANK and all(2 * rank <= size for size in sizes)
+
+
+def _products_in(node: Any) -> Iterator[Product]:
+    """The products that a sum adds up."""
+    if not isinstance(node, fx.Node):
+        return
+    if (found := product(node)) is not None:
+        yield found
+    terms = _terms(node) if found is None else [added_matrix(found)]
+    for term in terms:
+        yield from _products_in(_turned(_core(term)))
 
 
 def _of_up(up: fx.Node) -> str:

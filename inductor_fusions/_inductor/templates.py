@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib
 import math
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -158,8 +159,9 @@ def _lower(
     ]
     nodes = [*(value for _, value in inputs), *more]
     choices: list[Any] = []
+    measured = len(variants) > 1 or stock is not None
     for variant in variants:
-        _template(name, variant.source, grid).maybe_append_choice(
+        _template(name, variant.source, grid, measured).maybe_append_choice(
             choices, input_nodes=tuple(nodes), layout=layout, call_sizes=list(call_sizes),
             num_warps=variant.num_warps, num_stages=variant.num_stages,
             **({"triton_meta": {"launch_pdl": True}} if variant.early else {}), **variant.meta,
@@ -275,18 +277,47 @@ def _tiles(*sizes_and_meta: Any, cdiv: Any, min: Any) -> tuple[Any, int, int]:
     return (min(tiles, meta["NUM_PROGRAMS"]) if "NUM_PROGRAMS" in meta else tiles, 1, 1)
 
 
-_templates: dict[tuple[str, str], Any] = {}
+_templates: dict[tuple[str, str, bool], Any] = {}
 
 
-def _template(name: str, source: str, grid: Callable[..., Any]) -> Any:
-    """The TritonTemplate of a source; its registry wants each name once."""
-    if (name, source) not in _templates:
-        select = importlib.import_module("torch._inductor.select_algorithm")
-        unique = f"{name}_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
-        _templates[name, source] = select.TritonTemplate(
-            name=unique, grid=_symbolic_grid(grid), source=source
+def _template(name: str, source: str, grid: Callable[..., Any], measured: bool) -> Any:
+    """The TritonTemplate of a source; its registry wants each name once.
+
+    Args:
+        measured: whether there are other choices, so that it may be measured.
+    """
+    key = name, source, measured
+    if key not in _templates:
+        unique = f"{name}_{hashlib.sha256(f'{measured}{source}'.encode()).hexdigest()[:12]}"
+        # A call like an earlier one, as in each layer of a model, is not rendered for a measurement again.
+        _templates[key] = _template_class(measured)(
+            name=unique, grid=_symbolic_grid(grid), source=source, cache_codegen_enabled_for_template=True
         )
-    return _templates[name, source]
+    return _templates[key]
+
+
+class _NotLoaded:
+    """In place of the module of a choice, which is there to be measured, and of what loads such modules."""
+
+    __file__ = key = ""
+
+    @classmethod
+    def load(cls, *given: Any, **options: Any) -> type[_NotLoaded]:
+        return cls
+
+
+@functools.cache
+def _template_class(measured: bool) -> Any:
+    """TritonTemplate; if it is not measured, one that loads no module for it: that takes 10 ms for each."""
+    stock = importlib.import_module("torch._inductor.select_algorithm").TritonTemplate
+    made = getattr(stock, "generate_and_load", None)
+    if measured or made is None or "PyCodeCache" not in made.__code__.co_names:
+        return stock
+    # A copy with another global: replacing it in the module would change what other threads compile.
+    within = {**made.__globals__, "PyCodeCache": _NotLoaded}
+    own = types.FunctionType(made.__code__, within, made.__name__, closure=made.__closure__)
+    own.__defaults__, own.__kwdefaults__ = made.__defaults__, made.__kwdefaults__
+    return type("TritonTemplate", (stock,), {"generate_and_load": own})
 
 
 _externs: dict[Any, Any] = {}

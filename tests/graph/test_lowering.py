@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from devtools import cuda_codegen
 from inductor_fusions import config, ops
+from inductor_fusions._inductor import templates
 from inductor_fusions.block_mm.op import BLOCK_MM
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
@@ -71,6 +72,63 @@ def test_template_that_raises(
     strict = config.patch(policy="always", strict=True)
     with torch.no_grad(), strict, pytest.raises(Exception, match="no such argument"):
         cuda_codegen.generate(fn, args)
+
+
+def work(
+    monkeypatch: pytest.MonkeyPatch, fn: Callable[..., Any], args: tuple[torch.Tensor, ...], **options: Any
+) -> tuple[list[str], int, int]:
+    """The sources of templates, and how many are rendered and how many modules are loaded to measure them."""
+    from torch._inductor import select_algorithm
+
+    done = {"render": 0, "load": 0}
+
+    def counted(call: Any) -> Any:
+        def count(*given: Any, **more: Any) -> Any:
+            done[call.__name__] += 1
+            return call(*given, **more)
+
+        return count
+
+    kernel, cache = select_algorithm.TritonTemplateKernel, select_algorithm.PyCodeCache
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel, "render", counted(kernel.render))
+        patch.setattr(cache, "load", counted(cache.load))
+        with torch.no_grad(), config.patch(policy="always", strict=True):
+            kernels = cuda_codegen.generate(fn, args, run=False, **options).forward.kernels
+    return [each.source for each in kernels if each.is_template], done["render"], done["load"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_prepared_to_be_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only configuration of a kernel is rendered where it is written, and once more for calls alike.
+
+    The code is the same as where each call is prepared to be measured.
+    """
+    fn, args = CASES[name]
+
+    def layers(*given: Any) -> Any:
+        return [fn(given[0] + i, *given[1:]) for i in range(3)]
+
+    stock = templates._template_class(True)
+    names: tuple[tuple[Any, str], ...] = ((templates, "_templates"), (stock, "all_templates"))
+    for owner, held in names:
+        monkeypatch.setattr(owner, held, {})
+    sources, rendered, loaded = work(monkeypatch, layers, args)
+    assert loaded == 0
+    for owner, held in names:
+        monkeypatch.setattr(owner, held, {})
+    monkeypatch.setattr(templates, "_template_class", lambda measured: stock)
+    caching = {"enable_caching_generated_triton_templates": False}
+    before, twice, calls = work(monkeypatch, layers, args, config=caching)
+    assert before == sources and twice == 2 * calls
+    assert 0 < rendered - calls <= len(sources) < calls
+
+
+def test_what_is_measured_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that competes with the library's product."""
+    args = rand(96, 64), rand(128, 64)
+    _, _, loaded = work(monkeypatch, lambda x, w: F.gelu(F.linear(x, w)), args, config={"max_autotune": True})
+    assert loaded > 0
 
 
 def narrow_mm(x: Any, w: Any, a: Any, b: Any) -> Any:

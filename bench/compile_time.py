@@ -2,11 +2,11 @@
 
     python -m bench.compile_time --only "bert-base eager b32|llama-3b r32" --rounds 3
 
-A model has its real widths and every candidate is let through. Its graphs seem to be on a GPU once autograd has
-made them. A row has, for stock and fused: the seconds of the processor that the compiling thread takes (Dynamo,
-autograd, passes, lowering, the writing of code; the first round, which imports modules, is left out) with their
-spread, the kernels written, and the seconds of all processors for the machine code of kernels that differ, of
-which the longest one is a lower bound. Nothing is run. Python's time depends on what else the machine does:
+A model has its real widths and every candidate is let through. Its graphs seem to be on a GPU once autograd
+has made them. A row has, for stock and fused, the seconds of the processor that the compiling thread takes
+(Dynamo, autograd, passes, lowering, the writing of code) with their spread, without the first round, which
+imports modules; the kernels written; with `--code`, the seconds of all processors for the machine code of
+kernels that differ, and of the longest one. Nothing is run. Python's time depends on what else the machine does:
 compare ratios.
 """
 

@@ -6,7 +6,7 @@ A model has its real widths and every candidate is let through. Its graphs seem 
 has made them. A row has, for stock and fused, the seconds of the processor that the compiling thread takes
 (Dynamo, autograd, passes, lowering, the writing of code) with their spread, without the first round, which
 imports modules; the kernels written; with `--code`, the seconds of all processors for the machine code of
-kernels that differ, and of the longest one. Nothing is run. Python's time depends on what else the machine does:
+kernels that differ, and of the longest one. Nothing is run. Times depend on what else the machine does:
 compare ratios.
 """
 

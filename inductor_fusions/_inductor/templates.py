@@ -283,8 +283,9 @@ def _template(name: str, source: str, grid: Callable[..., Any]) -> Any:
     if (name, source) not in _templates:
         select = importlib.import_module("torch._inductor.select_algorithm")
         unique = f"{name}_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
+        # Calls alike, as in each layer of a model, are rendered once for autotuning.
         _templates[name, source] = select.TritonTemplate(
-            name=unique, grid=_symbolic_grid(grid), source=source
+            name=unique, grid=_symbolic_grid(grid), source=source, cache_codegen_enabled_for_template=True
         )
     return _templates[name, source]
 

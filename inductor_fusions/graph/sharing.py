@@ -7,13 +7,15 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from .products import SPLITS, kind
+from .products import kind
 
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node has no memory of its own: a view, all parts of a split, or one of them."""
-    call = node.args[0] if node.target is operator.getitem else node
-    return kind(node).view or (isinstance(call, fx.Node) and call.target in SPLITS)
+    own = kind(node)
+    if own.view or own.split or node.target is not operator.getitem:
+        return own.view or own.split
+    return isinstance(node.args[0], fx.Node) and kind(node.args[0]).split
 
 
 def owner(node: fx.Node) -> fx.Node:

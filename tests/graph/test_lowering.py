@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 from devtools import cuda_codegen
 from inductor_fusions import config, ops
+from inductor_fusions._inductor import templates
 from inductor_fusions.block_mm.op import BLOCK_MM
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
@@ -71,6 +73,37 @@ def test_template_that_raises(
     strict = config.patch(policy="always", strict=True)
     with torch.no_grad(), strict, pytest.raises(Exception, match="no such argument"):
         cuda_codegen.generate(fn, args)
+
+
+def rendered(
+    monkeypatch: pytest.MonkeyPatch, fn: Callable[..., Any], args: tuple[torch.Tensor, ...], **options: Any
+) -> tuple[list[str], int]:
+    """The sources of templates in the code, and how often templates are rendered for it."""
+    from torch._inductor.select_algorithm import TritonTemplate, TritonTemplateKernel
+
+    for owner, held in ((templates, "_templates"), (TritonTemplate, "all_templates")):
+        monkeypatch.setattr(owner, held, {})
+    render = mock.Mock(wraps=TritonTemplateKernel.render)
+    with monkeypatch.context() as patch:
+        patch.setattr(TritonTemplateKernel, "render", lambda *given, **more: render(*given, **more))
+        with torch.no_grad(), config.patch(policy="always", strict=True):
+            kernels = cuda_codegen.generate(fn, args, run=False, config=options).forward.kernels
+    return [each.source for each in kernels if each.is_template], render.call_count
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_calls_alike_are_rendered_once_for_autotuning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once where each is written. The code is that of torch without its cache of rendered templates."""
+    fn, args = CASES[name]
+
+    def layers(*given: Any) -> Any:
+        return [fn(given[0] + i, *given[1:]) for i in range(3)]
+
+    sources, count = rendered(monkeypatch, layers, args)
+    before, twice = rendered(monkeypatch, layers, args, enable_caching_generated_triton_templates=False)
+    calls = twice // 2
+    assert before == sources and twice == 2 * calls
+    assert 0 < count - calls <= len(sources) < calls
 
 
 def narrow_mm(x: Any, w: Any, a: Any, b: Any) -> Any:

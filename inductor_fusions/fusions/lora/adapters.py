@@ -113,14 +113,13 @@ def source(matrix: fx.Node) -> Source:
         inner = tensor(node.args[0])
         if inner is None or not inner.is_floating_point():
             break
-        number = scaled(node)
         if node.target in RESHAPES or node.target in PERMUTES:
             views.append(node)
         elif restored(node) is not None:
             pass
         elif node.target in CASTS and widens(node):
             found = Source(node.args[0], tuple(reversed(views)), scale)
-        elif number is not None:
+        elif (number := scaled(node)) is not None:
             before = source(number[0]).base
             is_returned = any(user.op == "output" for user in users_behind(node))
             if is_returned and is_pointwise(before) and len(before.users) == 1:

@@ -16,8 +16,10 @@ from .._inductor import remembered, value_of, was_erased
 from . import inplace
 from .writes import is_opaque, may_update_statistics, name_of, written
 
-#: Functions of Python that compute a value, and have no operation of their name.
-_PURE = frozenset({"getitem", "getattr", "truediv", "floordiv", "and_", "or_", "invert"})
+#: Functions of Python and methods that compute a value, and have no operation of their name.
+_PURE = frozenset(
+    "getitem getattr truediv floordiv and_ or_ invert float half bfloat16 double bool int long type".split()
+)
 
 
 def readers(node: fx.Node) -> list[fx.Node]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from tests.attention.support import BATCH, DIM, HEADS, Q_LEN, cases, check, qkv, rand, same_as_eager
 
@@ -65,3 +66,39 @@ def test_numpy_beside_a_softmax(case: Any) -> None:
     fn, reason = case
     (site,) = same_as_eager(fn, qkv(Q_LEN, Q_LEN, grad=False)).sites
     assert site.code == "in-between" and reason in site.reason and "torch" in site.hint
+
+
+def test_behind_a_graph_break() -> None:
+    """Scores of another graph have a product, of which this graph knows nothing; a bias is no score."""
+
+    def broken(q: Any, k: Any, v: Any, r: Any) -> Any:
+        scores = q @ k.mT
+        torch._dynamo.graph_break()
+        return (scores + r[..., :Q_LEN].sin()).softmax(-1) @ v
+
+    inputs = (*qkv(Q_LEN, Q_LEN), rand(BATCH, HEADS, Q_LEN, DIM))
+    seen = check(
+        lambda s, v: s.masked_fill(s > 1, -1e9).softmax(-1) @ v, (weights(*inputs[:2]), inputs[2]), fused=0
+    )
+    assert [site.reason.startswith("the scores are an input") for site in seen.sites] == [True]
+    assert "graph_breaks" in seen.sites[0].hint
+    seen = check(broken, inputs, fused=0)
+    assert "an input" not in seen.sites[0].reason
+
+
+def test_learned_scores() -> None:
+    """Nothing computes a parameter."""
+    mixer = Mixer()
+    seen = check(mixer, (rand(BATCH, Q_LEN, DIM),), fused=0, reason="no product of queries and keys")
+    assert len(seen.sites) == 1
+
+
+class Mixer(nn.Module):
+    """Tokens are mixed by weights that are learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Parameter(torch.randn(Q_LEN, Q_LEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scores.softmax(-1) @ x

@@ -182,3 +182,32 @@ def smoothed_by_hand(h: Any, w: Any, y: Any) -> Any:
 def exponentials_that_are_returned(a: Any, b: Any) -> Any:
     """A kernel of pairs is no loss."""
     return torch.exp(torch.mm(a, b.t()))
+
+
+@form((24, 32), (80, 32), lambda: torch.arange(24), left=(1, 1), reasons=("masked_select", "masked_select"))
+def log_probabilities_by_masked_select(h: Any, w: Any, y: Any) -> Any:
+    """The graph ends where a mask of each row's label selects."""
+    chosen = F.one_hot(y, 80).bool()
+    return -F.log_softmax(F.linear(h, w), -1).masked_select(chosen).mean()
+
+
+@form((24, 32), (80, 32), lambda: torch.arange(24), left=(1, 1), reasons=("masked_select", "masked_select"))
+def logits_by_masked_select(h: Any, w: Any, y: Any) -> Any:
+    chosen, logits = F.one_hot(y, 80).bool(), F.linear(h, w)
+    return (logits.logsumexp(-1) - logits.masked_select(chosen)).mean()
+
+
+@form((24, 32), (80, 32), left=(1, 1), reasons=("read by exp", "read by exp"))
+def entropy_of_chunks(h: Any, w: Any) -> Any:
+    """TRL: a few rows of the logits at a time."""
+    found = []
+    for rows in F.linear(h, w).split(8):
+        logs = F.log_softmax(rows, -1)
+        found.append(-(logs.exp() * logs).sum(-1))
+    return torch.cat(found)
+
+
+@form((24, 32), (80, 32), left=(1, 1), silent="linear_cross_entropy")
+def log_probabilities_that_are_returned(h: Any, w: Any) -> Any:
+    """A classifier, whose loss is elsewhere."""
+    return F.log_softmax(F.linear(h, w), -1)

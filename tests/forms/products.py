@@ -67,3 +67,20 @@ def values_less_those_of_the_query(x: Any, candidates: Any, w: Any) -> Any:
     """TabR: candidates are weighed by their distance, and what they add depends on the query as well."""
     weights = (2 * x @ candidates.mT - candidates.square().sum(-1)).softmax(-1)
     return (weights.unsqueeze(1) @ ((x[:, None] - candidates) @ w)).squeeze(1)
+
+
+def by_groups(q: Any, k: Any, v: Any) -> Any:
+    """Keys and values have a dim of groups that is summed over."""
+    weights = einsum("bthd,bsgd->bhts", q * 0.25, k).softmax(-1)
+    return einsum("bhts,bsgd->bthd", weights, v)
+
+
+@form((2, 9, 4, 8), (2, 13, 1, 8), (2, 13, 1, 8))
+def one_group_of_keys_by_einsum(q: Any, k: Any, v: Any) -> Any:
+    """YOCO with one key head."""
+    return by_groups(q, k, v)
+
+
+@form((2, 9, 4, 8), (2, 13, 2, 8), (2, 13, 2, 8), fused=0, reasons=("no-product",))
+def two_groups_of_keys_by_einsum(q: Any, k: Any, v: Any) -> Any:
+    return by_groups(q, k, v)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from .form import QKV, form, scored
 
@@ -297,3 +298,15 @@ def nan_of_masked_rows_is_one(q: Any, k: Any, v: Any, hidden: Any) -> Any:
 )
 def nan_of_rows_of_two_masks(q: Any, k: Any, v: Any, hidden: Any, mask: Any) -> Any:
     return torch.nan_to_num((scored(q, k).masked_fill(hidden, float("-inf")) + mask).softmax(-1)) @ v
+
+
+@form((9, 8), (9, 8), (9, 8))
+def over_the_implicit_dim(q: Any, k: Any, v: Any) -> Any:
+    """Without a dim: the last one of a matrix."""
+    return F.softmax(q @ k.t()) @ v
+
+
+@form((2, 9, 8), (2, 9, 8), (2, 9, 8), fused=0, reasons=("no-product",))
+def over_the_implicit_dim_of_samples(q: Any, k: Any, v: Any) -> Any:
+    """Without a dim: the first one of three, which holds the samples."""
+    return F.softmax(q @ k.mT) @ v

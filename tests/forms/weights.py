@@ -245,3 +245,43 @@ def weights_times_a_repeated_mask_that_is_changed(q: Any, k: Any, v: Any, tokens
     seen = tokens.abs().sign()[:, None, :, None].repeat(1, 4, 1, 9)
     seen[..., 0] = 0.5
     return ((q @ k.mT).softmax(-1) * seen) @ v
+
+
+def distances() -> Any:
+    steps = torch.arange(9)
+    return (steps - steps[:, None]).clamp(-4, 4) + 4
+
+
+#: q, k and v of one head, keys and values of each distance, and the distances.
+BY_DISTANCE = ((2, 9, 8), (2, 9, 8), (2, 9, 8), (9, 8), (9, 8), distances)
+
+
+def weights_by_distance(q: Any, k: Any, table: Any, at: Any) -> Any:
+    return (q @ k.mT + torch.einsum("btd,tsd->bts", q, table[at])).softmax(-1)
+
+
+@form(*BY_DISTANCE)
+def keys_and_values_by_distance(q: Any, k: Any, v: Any, of_keys: Any, of_values: Any, at: Any) -> Any:
+    """DynamiCrafter: the values of the second product are gathered behind the first one, by a cast index."""
+    weights = weights_by_distance(q, k, of_keys, at)
+    out = torch.einsum("bts,bsd->btd", weights, v)
+    return out + torch.einsum("bts,tsd->btd", weights, of_values[(at + 0).long()])
+
+
+@form(*BY_DISTANCE, fused=0, reasons=("another value before",))
+def values_by_another_distance(q: Any, k: Any, v: Any, of_keys: Any, of_values: Any, at: Any) -> Any:
+    """The index is overwritten behind the first product."""
+    steps = at + 0
+    weights = weights_by_distance(q, k, of_keys, at)
+    out = torch.einsum("bts,bsd->btd", weights, v)
+    steps.fill_(3)
+    return out + torch.einsum("bts,tsd->btd", weights, of_values[steps.long()])
+
+
+@form((2, 3), (2, 9, 8), fused=0, reasons=("no-product",))
+def weights_repeated_for_each_element(scores: Any, v: Any) -> Any:
+    """Autoformer: each weight is repeated to the size of what it multiplies, in a loop."""
+    weights, out = (scores + 1).softmax(-1), torch.zeros_like(v)
+    for shift in range(3):
+        out = out + v.roll(-shift, 1) * weights[:, shift].unsqueeze(1).unsqueeze(1).repeat(1, 9, 8)
+    return out

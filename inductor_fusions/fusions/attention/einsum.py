@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import fx
 
-from ...graph.einsum import equation
+from ..._inductor import known_true
+from ...graph.einsum import Equation, equation
 from ...graph.torch_ops import Op, tensor
 from ...reasons import Reason
 from .arrangement import NOT_OVER_KEYS, OVER_ANOTHER_DIM, OWN_VALUES, Arrangement, Misplaced
@@ -23,7 +24,8 @@ def queries_and_keys(op: Op, at: Arrangement) -> tuple[Operand, Operand]:
         found = found.turned()
     summed = "".join(c for c in found.first if c in found.second and c not in found.result)
     alone = _are_of(columns, found.second, found.first)
-    if not summed or not alone or set(found.first + found.second) - set(found.result + summed):
+    others = set(found.first + found.second) - set(found.result + summed)
+    if not summed or not alone or others - _of_size_1(found):
         raise Misplaced(Reason.NO_PRODUCT(f"{found.text} is not a product of queries and keys"))
     if not _are_of(rows, found.first, found.second):
         raise Misplaced(NOT_OVER_KEYS)
@@ -43,7 +45,8 @@ def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[An
     if all(found.first[d] in found.result for d in (*at.rows, *at.columns)):
         raise Reason.IN_BETWEEN.rejected(f"{found.text} is between the softmax and the product with v")
     lead, rows, columns = ("".join(found.first[d] for d in dims) for dims in (at.lead, at.rows, at.columns))
-    free = "".join(c for c in found.second if c not in found.first)
+    dropped = set(found.first) | _of_size_1(found)
+    free = "".join(c for c in found.second if c not in dropped)
     natural = lead + rows + free
     over_columns = set(columns) <= set(found.second) and not set(columns) & set(found.result)
     if rows and over_columns and set(rows) <= set(found.second) & set(found.result):
@@ -67,21 +70,39 @@ def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[An
     return value, tuple(shape), tuple(natural.index(c) for c in found.result)
 
 
+def _of_size_1(found: Equation) -> set[str]:
+    """The letters of dims of size 1 that one operand has and the result has not: a sum over one is a view."""
+    letters = set[str]()
+    for node, own, other in (
+        (found.left, found.first, found.second),
+        (found.right, found.second, found.first),
+    ):
+        held = tensor(node)
+        assert held is not None
+        alone = (c for c in own if c not in other + found.result)
+        letters.update(c for c in alone if known_true(held.shape[own.index(c)] == 1))
+    return letters
+
+
 def _are_of(letters: str, one: str, other: str) -> bool:
     """Whether letters are all in one operand, and none in the other."""
     return not set(letters) - set(one) and not set(letters) & set(other)
 
 
 def _arranged(node: fx.Node, letters: str, groups: Groups) -> Operand:
-    """The operand as (*lead, length, dim), of the letters of each; leading ones that it lacks have size 1."""
+    """The operand as (*lead, length, dim), of the letters of each; leading ones that it lacks have size 1.
+
+    Its dims of other letters have size 1 and are dropped.
+    """
     operand = Operand.of(node)
     assert operand is not None
     lead, length, dim = groups
     wanted = lead + length + dim
     present = [c for c in wanted if c in letters]
-    operand = operand.permute([letters.index(c) for c in present])
-    if len(present) == len(wanted) and len(length) == 1 == len(dim):
+    dropped = [c for c in letters if c not in wanted]
+    operand = operand.permute([letters.index(c) for c in (*present, *dropped)])
+    if len(present) == len(wanted) and len(length) == 1 == len(dim) and not dropped:
         return operand
-    sizes = dict(zip(present, operand.shape, strict=True))
+    sizes = dict(zip((*present, *dropped), operand.shape, strict=True))
     shape = [sizes.get(c, 1) for c in lead]
     return operand.reshape([*shape, product([sizes[c] for c in length]), product([sizes[c] for c in dim])])

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from ..._inductor import hint
+from ..._inductor import hint, is_body
 from ...fusion import Rejected
 from ...graph.torch_ops import ADDING, CASTS, NUMPY, PRODUCTS, VIEWS, Op, read, tensor
 from ...reasons import Reason
@@ -16,6 +16,10 @@ NO_PRODUCT = Reason.NO_PRODUCT("no product of queries and keys precedes the soft
 ELEMENTWISE = Reason.NO_PRODUCT("the scores are sums of elementwise products, not a matrix product")
 OUTSIDE = Reason.NO_PRODUCT(
     "the scores are computed outside of the region, such as a checkpoint, of the softmax"
+)
+GIVEN = Reason.NO_PRODUCT(
+    "the scores are an input of the graph: what computes them is in front of a graph break, or outside of "
+    "the compiled function"
 )
 WITHOUT_NUMPY = "write it with torch"
 #: How far a product is looked for, in nodes.
@@ -37,6 +41,17 @@ def between(op: Op, scores: torch.Tensor) -> Rejected:
         return Rejected(ELEMENTWISE)
     made = _norms_scores(op) or has_product(op.node, scores)
     return Rejected(stands_between(op) if made else NO_PRODUCT)
+
+
+def at_the_top(node: object) -> Rejected:
+    """Why scores that no operation of the graph computes are not read further up."""
+    if not isinstance(node, fx.Node) or node.op != "placeholder":
+        return Rejected(NO_PRODUCT)
+    if is_body(node.graph):
+        return Rejected(OUTSIDE)
+    if isinstance(tensor(node), torch.nn.Parameter):
+        return Rejected(NO_PRODUCT)
+    return Rejected(GIVEN, "TORCH_LOGS=graph_breaks names the lines of graph breaks")
 
 
 def by_numpy(op: Op) -> str:

@@ -37,6 +37,7 @@ _BETWEEN = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
     "dropout", "mul", "div", "add", "expand", "where", "masked_fill", "getitem", "slice", "narrow",
     "nan_to_num", "mean", "split", "split_with_sizes", "getattr", "sub", "neg", "unbind", "chunk",
     "conv1d", "conv2d", "conv3d", "cat", "stack", "pad", "scatter", "topk", "max", "select", "native_dropout",
+    "repeat", "repeat_interleave",
 }  # fmt: skip
 
 #: Operations that take single weights, each of which multiplies a value of its own in a loop.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import is_body, known_true
+from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
@@ -25,7 +25,16 @@ from . import einsum
 from .arrangement import NOT_OVER_KEYS, Arrangement, Misplaced, is_view, permuted
 from .assigned import Reading, condition, region, writes_into
 from .masks import Interpreter, is_fill, may_hide_rows
-from .no_product import ELEMENTWISE, NO_PRODUCT, OUTSIDE, between, has_product, stands_between
+from .no_product import (
+    ELEMENTWISE,
+    GIVEN,
+    NO_PRODUCT,
+    OUTSIDE,
+    at_the_top,
+    between,
+    has_product,
+    stands_between,
+)
 from .normal_form import Attention, Below, Stage, Term
 from .operands import Operand
 
@@ -74,8 +83,7 @@ class Walk:
         """The attention whose scores `node` holds, seen by `user`, as far as the softmax's input."""
         op, scores = read(node), tensor(node)
         if op is None or scores is None or scores.dim() < 2:
-            is_input = isinstance(node, fx.Node) and node.op == "placeholder"
-            raise Rejected(OUTSIDE if is_input and is_body(node.graph) else NO_PRODUCT)
+            raise at_the_top(node)
         self._steps += 1
         if self._steps > MOST_STEPS:
             raise Reason.IN_BETWEEN.rejected(
@@ -273,11 +281,12 @@ class Walk:
             try:
                 return attempt(scores, other)
             except Rejected as miss:
-                kept = has_product(scores, value) or miss.reason in (ELEMENTWISE, OUTSIDE)
+                kept = has_product(scores, value) or miss.reason in (ELEMENTWISE, OUTSIDE, GIVEN)
                 misses.append(miss if kept else Rejected(NO_PRODUCT))
                 self.restore(before)
-        found = [m for m in misses if m.reason not in (NO_PRODUCT, ELEMENTWISE, OUTSIDE)]
-        misses.sort(key=lambda m: m.reason == NO_PRODUCT)
+        last = (ELEMENTWISE, OUTSIDE, NO_PRODUCT, GIVEN)  # beside scores, an input is a mask or a bias
+        found = [m for m in misses if m.reason not in last]
+        misses.sort(key=lambda m: last.index(m.reason) if m.reason in last else -1)
         if not found and not misses and result is not None and has_product(op.node, result):
             raise Reason.SHAPES.rejected("the scores are broadcast by an operation on them")
         raise (found or misses or [Rejected(NO_PRODUCT)])[0]

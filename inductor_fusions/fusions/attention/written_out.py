@@ -98,7 +98,8 @@ def softmax_at(weights: fx.Node) -> Softmax:
     op = read(weights)
     assert op is not None
     if op.name in SOFTMAXES:
-        return Softmax(weights, op.input, weights, op["dim"])
+        dims = reduced(op)[0] or (None,)
+        return Softmax(weights, op.input, weights, dims[0])
     return _of_logarithms(weights) or _divided(op)
 
 

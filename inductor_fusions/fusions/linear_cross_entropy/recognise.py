@@ -44,8 +44,8 @@ _OTHERS = {
     "binary_cross_entropy_with_logits": _BINARY, "multilabel_soft_margin_loss": _BINARY,
 }  # fmt: skip
 _RETURNED = Reason.LOSS(
-    "the graph ends with exponentials of the logits and a mask of them, as where masked_select, which ends "
-    "it, selects some"
+    "the graph ends with a softmax or exponentials of the logits and a mask of them, as where masked_select, "
+    "which ends it, selects some"
 )
 #: What makes other things than losses as well: probabilities of routers, gates, decays.
 _OF_ROUTERS = ("softmax", "exp", "logsumexp")
@@ -58,6 +58,8 @@ _POINTWISE = (
     | TRANSPOSES
     | COPIES
 )
+#: What takes some rows or classes of logits.
+_PARTS = SELECTS | {"split", "split_with_sizes", "chunk", "unbind", "getitem"}
 #: What makes probabilities of probabilities, such as those of copied words, or a number of a loss.
 _MIXES = (
     _POINTWISE
@@ -65,7 +67,6 @@ _MIXES = (
     | frozenset("sum mean pow clamp_min getitem scatter_add index_add pad cat log".split())
 )
 #: What takes some rows or classes of logits.
-_PARTS = SELECTS | frozenset("getitem split split_with_sizes chunk unbind".split())
 #: What picks the logits or log-probabilities of labels.
 _PICKS = ("gather", "take_along_dim")
 #: What may stand between logits and a loss.
@@ -125,15 +126,16 @@ def site(node: fx.Node) -> LossSite | Unsupported | None:
 def written_out(node: fx.Node) -> Unsupported | None:
     """The softmax of a linear's logits that no loss above reads, as in distillation, or another loss."""
     op = read(node)
-    passed = _POINTWISE | _PARTS if op is not None and op.name in _SOFTMAXES else _POINTWISE
-    linear = None if op is None else _linear_before(op.input, passed)
+    linear = None if op is None else _linear_before(op.input)
     if op is None or linear is None or not _is_loss(op, linear):
         return None
     losses, ends = behind(linear)
-    if losses or not ends:
+    if losses:
         return None  # those are sites of their own
     if _is_returned(op):
         return Unsupported(node, Rejected(_RETURNED))
+    if not ends:
+        return None
     if op.name in _OTHERS:
         return Unsupported(node, Reason.LOSS.rejected(_OTHERS[op.name], "F.cross_entropy(logits, labels)"))
     if not is_over_last(op):
@@ -182,22 +184,22 @@ def _is_loss(op: Op, linear: fx.Node) -> bool:
 
 
 def _is_returned(op: Op) -> bool:
-    """Whether the graph ends with exponentials and with a mask of them."""
-    made, last = tensor(op.node), op.node.graph.output_node()
-    if op.name != "exp" or last not in op.node.users or made is None:
+    """Whether the graph ends with a softmax or exponentials of logits, and with a mask of the logits."""
+    logits, last = tensor(op.input), op.node.graph.output_node()
+    if op.name not in ("exp", *_SOFTMAXES) or last not in op.node.users or logits is None:
         return False
     returned = [value for value in map(tensor, last.all_input_nodes) if value is not None]
-    return any(x.dtype == torch.bool and same_shape(x.shape, made.shape) for x in returned)
+    return any(x.dtype == torch.bool and same_shape(x.shape, logits.shape) for x in returned)
 
 
-def _linear_before(node: Any, passed: frozenset[str] = _POINTWISE, steps: int = 8) -> fx.Node | None:
-    """The first linear in front of pointwise operations, whose other operands are no logits of a head."""
+def _linear_before(node: Any, steps: int = 8) -> fx.Node | None:
+    """The first linear in front of pointwise operations and parts, whose other operands are no logits."""
     op = read(node)
     if isinstance(node, fx.Node) and product_of(node) is not None:
         return node
-    if op is None or op.name not in passed or not steps:
+    if op is None or op.name not in _POINTWISE | _PARTS or not steps:
         return None
-    found = (_linear_before(each, passed, steps - 1) for each in node.all_input_nodes)
+    found = (_linear_before(each, steps - 1) for each in node.all_input_nodes)
     return next((each for each in found if each is not None), None)
 
 

@@ -114,7 +114,7 @@ class Trials:
                 self.model.recompile()
             compiled = self._made_by(attempt)
         except Exception:
-            self._take_back()
+            self._raised = self._take_back()
             raise
         finally:
             self.first.copy = attempt.copy
@@ -189,12 +189,13 @@ class Trials:
 
     def _after(self, error: Exception) -> Made:
         """The compile with the most fused sites among those that do not raise."""
-        of_first = self._take_back()
+        self._take_back()
         reason = f"the compile of its graph raised {error_text(error)}"
         try:
             kept = self._stock(reason)
         except Exception as stock:
-            self._put_back(*of_first)
+            self._last.say_of_left_out(f"the compile of its graph raises without it too: {error_text(stock)}")
+            self._put_back(*self._raised)
             log.debug("the compile also raises without fusions: %r", stock)
             raise
         for made in self._with_sites(reason):

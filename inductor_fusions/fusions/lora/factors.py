@@ -115,9 +115,7 @@ class Moved(Candidate):
 
     def _is_of_columns(self, factor: torch.Tensor) -> bool:
         columns = factor.shape[-1]
-        return known_true(factor.numel() == columns) and known_true(
-            value(self.up).shape[-1] == columns
-        )
+        return known_true(factor.numel() == columns) and known_true(value(self.up).shape[-1] == columns)
 
     def rewrite(self) -> str:
         make, found = Builder(self.anchor), linear_of(self.up)

@@ -61,11 +61,11 @@ def with_passes_in_options(
     An option replaces the value of the config while a graph is compiled. The caller's options do not change.
     """
     at = 3  # behind the graph, its inputs and the function that compiles aten graphs
-    given = args[at] if len(args) > at else kwargs.get("config_patches")
+    given: dict[str, Any] = (args[at] if len(args) > at else kwargs.get("config_patches")) or {}
     made = {
         name: _as_value(stage, change(stage, _as_list(given[name])))
         for stage, name in HOOKS.items()
-        if given and given.get(name)
+        if given.get(name)
     }
     if not made:
         return args, kwargs

@@ -44,7 +44,7 @@ def around(compile: Callable[..., Any], model: Any, inputs: Sequence[Any], *args
     def attempt() -> Any:
         reporting.begin(in_pass=False)
         compiled = compile(model, list(inputs), *args, **kwargs)
-        reporting.served()
+        reporting.served(model)
         return compiled
 
     trials = Trials(model, attempt, inputs)

@@ -94,7 +94,8 @@ class Trials:
     def _made_by(self, attempt: Attempt) -> Any:
         with attempts.active(attempt):
             compiled = self._compile()
-        if attempt.broken is not None:
+        # Without sites, the error is stock's: it is raised only if the backward is called.
+        if attempt.broken is not None and attempt.fused:
             raise attempt.broken
         return compiled
 
@@ -198,12 +199,18 @@ class Trials:
             self._put_back(*self._raised)
             log.debug("the compile also raises without fusions: %r", stock)
             raise
-        for made in self._with_sites(reason):
+        stocks = kept.attempt.broken
+        if stocks is not None:
+            kept.attempt.say_of_left_out(
+                f"its backward does not compile without it either: {error_text(stocks)}"
+            )
+        for made in self._with_sites(reason) if stocks is None else ():
             if made is not None and len(made.attempt.fused) > len(kept.attempt.fused):
                 kept = made
         self._put_back(kept.ledger, kept.told)
         kept.state.restore()
-        self._say(kept, error)
+        if stocks is None:
+            self._say(kept, error)
         return kept
 
     def _stock(self, reason: str) -> Made:

@@ -9,8 +9,10 @@ import os
 import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+
+from torch import fx
 
 from . import _inductor
 from .sites import SCHEMA, Report, Site
@@ -31,6 +33,27 @@ def key(sites: Sequence[Site], joint: bool = False) -> str:
     plain = [{**asdict(site), "backend": ""} for site in sites]
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
     return JOINT + digest if joint else digest
+
+
+def located(sites: Sequence[Site], module: fx.GraphModule) -> list[Site]:
+    """Sites before autograd with the lines of the graph that they are served for.
+
+    Caches tell graphs by their operations: the lines in a record may be those of an equal function, or of an
+    earlier version of the file. A site is at the node of its name. If there is none, or several in nested
+    bodies, it keeps a line that is in this graph, and loses any other.
+    """
+    bodies = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
+    nodes = [(node, _inductor.source_line(node)) for body in bodies for node in body.nodes]
+    lines = {line for _, line in nodes}
+
+    def at(site: Site) -> Site:
+        places = {line: _inductor.module_path(node) for node, line in nodes if node.name == site.node}
+        if len(places) != 1 and site.source in lines:
+            return site
+        source, path = next(iter(places.items())) if len(places) == 1 else ("", "")
+        return replace(site, source=source, module=path)
+
+    return [at(site) for site in sites]
 
 
 def path_of(key: str) -> Path | None:

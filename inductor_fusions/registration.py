@@ -72,6 +72,7 @@ def _around(compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return compile(*args, **kwargs)
     from .driver import recovery
 
+    args, kwargs = _inductor.with_passes_in_options(_with_ours, args, kwargs)
     if not config.measure:
         return recovery.around(compile, *args, **kwargs)
     from . import decisions
@@ -117,7 +118,7 @@ def _add_passes() -> None:
         _inductor.deferred.append(_install)
         return
     from . import fusions  # noqa: F401  (registers the operations and their lowerings)
-    from .driver.passes import FusionPass
+    from .driver import passes  # noqa: F401  (while the lock is free: its import may install them too)
 
     with _lock:
         _waiting = False
@@ -128,20 +129,23 @@ def _add_passes() -> None:
             _warn_once(f"torch {torch.__version__} has no config.{missing}; no fusion is registered")
             return
         for stage in _inductor.HOOKS:
-            ours = functools.partial(_fusions_of, stage)
-
-            def add(held: list[Any], stage: str = stage, ours: Any = ours) -> list[Any]:
-                if any(isinstance(item, FusionPass) for item in held):
-                    return held
-                if _inductor.hooks_hold_lists():
-                    return [*held, FusionPass(stage, ours)]
-                return [FusionPass(stage, ours, before=held[0] if held else None)]
-
-            _inductor.update_hook(stage, add)
+            _inductor.update_hook(stage, functools.partial(_with_ours, stage))
         _inductor.join_bisector()
         if not _watching:
             _watching = True
             _inductor.after_each_compile(_notice_loss)
+
+
+def _with_ours(stage: str, held: list[Any]) -> list[Any]:
+    """The passes of a hook, with one of ours behind them."""
+    from .driver.passes import FusionPass
+
+    if any(isinstance(item, FusionPass) for item in held):
+        return held
+    ours = functools.partial(_fusions_of, stage)
+    if _inductor.hooks_hold_lists():
+        return [*held, FusionPass(stage, ours)]
+    return [FusionPass(stage, ours, before=held[0] if held else None)]
 
 
 def _notice_loss() -> None:

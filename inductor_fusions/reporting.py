@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +124,13 @@ class _Pending(threading.local):
         sites: the sites before autograd, in order.
         counted: how often each record of such sites was counted before this compile; None if the sites are
             counted, or the pass did not run.
+        before: the same if the pass has not run in this compile; else None.
     """
 
     def __init__(self) -> None:
         self.sites: list[Site] = []
         self.counted: Counter[str] | None = None
+        self.before: Counter[str] | None = None
 
 
 @dataclass
@@ -221,7 +223,8 @@ def begin(in_pass: bool = True) -> None:
     Args:
         in_pass: whether the pass before autograd runs. It does not if AOTAutograd's cache has the code.
     """
-    _pending.sites, _pending.counted = [], _joint_records() if in_pass else None
+    now = _joint_records()
+    _pending.sites, _pending.counted, _pending.before = [], now if in_pass else None, None if in_pass else now
 
 
 def keep_pending(sites: Sequence[Site]) -> None:
@@ -256,12 +259,26 @@ def store(graph: fx.Graph, own: Sequence[Site]) -> None:
         _warn_if_nothing(stored)
 
 
-def served() -> None:
+def served(module: fx.GraphModule | None = None) -> None:
     """If a cache has served the code of a graph whose sites are pending, count these.
 
     The cache has counted the sites of the graph that filled it. Two graphs of which the same aten graph
     became may have other sites before autograd, such as the same attention in other lines.
+
+    Args:
+        module: the graph before autograd, once it is compiled. If no pass ran on it, because AOTAutograd's
+            cache had the code, its sites are those that the cache has counted, in the lines of this graph.
     """
+    if module is not None and _pending.before is not None:
+        for name, count in (_joint_records() - _pending.before).items():
+            key = name.removeprefix(RECORD)
+            sites = records.located(records.read(key) or [], module) * count
+            with _lock:
+                _entries.extend(
+                    _Entry(_inductor.trace_id(), replace(site), key if i % (len(sites) // count) == 0 else "")
+                    for i, site in enumerate(sites)
+                )
+        _pending.before = None
     if _pending.counted is None:
         return
     others = _joint_records() - _pending.counted

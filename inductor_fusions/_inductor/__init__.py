@@ -57,6 +57,7 @@ from .hooks import (
     missing_hook,
     passes_installed,
     update_hook,
+    with_passes_in_options,
 )
 from .loading import (
     deferred,

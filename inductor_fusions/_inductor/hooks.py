@@ -53,6 +53,27 @@ def update_hook(stage: str, change: Callable[[list[Any]], list[Any]]) -> None:
         setattr(inductor_config(), name, _as_value(stage, change(_as_list(override.get()))))
 
 
+def with_passes_in_options(
+    change: Callable[[str, list[Any]], list[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `compile_fx`: in its options, the passes of a hook are `change(stage, passes)`.
+
+    An option replaces the value of the config while a graph is compiled. The caller's options do not change.
+    """
+    at = 3  # behind the graph, its inputs and the function that compiles aten graphs
+    given: dict[str, Any] = (args[at] if len(args) > at else kwargs.get("config_patches")) or {}
+    made = {
+        name: _as_value(stage, change(stage, _as_list(given[name])))
+        for stage, name in HOOKS.items()
+        if given.get(name)
+    }
+    if not made:
+        return args, kwargs
+    if len(args) > at:
+        return (*args[:at], {**given, **made}, *args[at + 1 :]), kwargs
+    return args, {**kwargs, "config_patches": {**given, **made}}
+
+
 def _as_list(held: Any) -> list[Any]:
     if held is None:
         return []

@@ -113,6 +113,11 @@ class Attempt:
         self._reported.append(found)
         return found
 
+    def say_of_left_out(self, reason: str) -> None:
+        """Give the entries of left-out sites another reason."""
+        for site in self._reported:
+            site.reason = reason
+
     def has_left_out(self, site: Site) -> bool:
         """Whether a site is such an entry: it failed in another attempt and was not tried in this one."""
         return any(each is site for each in self._reported)

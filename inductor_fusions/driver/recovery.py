@@ -44,7 +44,7 @@ def around(compile: Callable[..., Any], model: Any, inputs: Sequence[Any], *args
     def attempt() -> Any:
         reporting.begin(in_pass=False)
         compiled = compile(model, list(inputs), *args, **kwargs)
-        reporting.served()
+        reporting.served(model)
         return compiled
 
     trials = Trials(model, attempt, inputs)
@@ -71,17 +71,19 @@ def _inner(
         outer.communicates |= _inductor.communicates(graph)
     # If an attempt leaves out a stage, nothing is fused in a backward.
     spared = config.strict or not config.enabled or (outer is not None and outer.without.stages)
-    if not kwargs.get("is_backward") or spared or not isinstance(graph, fx.GraphModule):
-        compiled = compile(graph, inputs, *args, **kwargs)
-    else:
-        trials = Backward(graph, lambda: compile(graph, list(inputs), *args, **kwargs), cache_keys)
-        try:
-            compiled = trials.run()
-        except Exception as error:
-            # AOTAutograd ignores the error, and compiles the backward again when it is called.
-            if outer is not None:
-                outer.broken = error
-            raise
+    backward = kwargs.get("is_backward") and isinstance(graph, fx.GraphModule)
+    try:
+        if not backward or spared:
+            compiled = compile(graph, inputs, *args, **kwargs)
+        else:
+            compiled = Backward(
+                graph, lambda: compile(graph, list(inputs), *args, **kwargs), cache_keys
+            ).run()
+    except Exception as error:
+        # AOTAutograd ignores the error, and compiles the backward again when it is called.
+        if backward and outer is not None and not config.strict:
+            outer.broken = error
+        raise
     reporting.served()
     key = _inductor.cache_key(compiled)
     if outer is not None and key:

@@ -94,7 +94,8 @@ class Trials:
     def _made_by(self, attempt: Attempt) -> Any:
         with attempts.active(attempt):
             compiled = self._compile()
-        if attempt.broken is not None:
+        # Without sites, the error is stock's: it is raised only if the backward is called.
+        if attempt.broken is not None and attempt.fused:
             raise attempt.broken
         return compiled
 
@@ -114,7 +115,7 @@ class Trials:
                 self.model.recompile()
             compiled = self._made_by(attempt)
         except Exception:
-            self._take_back()
+            self._raised = self._take_back()
             raise
         finally:
             self.first.copy = attempt.copy
@@ -189,20 +190,27 @@ class Trials:
 
     def _after(self, error: Exception) -> Made:
         """The compile with the most fused sites among those that do not raise."""
-        of_first = self._take_back()
+        self._take_back()
         reason = f"the compile of its graph raised {error_text(error)}"
         try:
             kept = self._stock(reason)
         except Exception as stock:
-            self._put_back(*of_first)
+            self._last.say_of_left_out(f"the compile of its graph raises without it too: {error_text(stock)}")
+            self._put_back(*self._raised)
             log.debug("the compile also raises without fusions: %r", stock)
             raise
-        for made in self._with_sites(reason):
+        stocks = kept.attempt.broken
+        if stocks is not None:
+            kept.attempt.say_of_left_out(
+                f"its backward does not compile without it either: {error_text(stocks)}"
+            )
+        for made in self._with_sites(reason) if stocks is None else ():
             if made is not None and len(made.attempt.fused) > len(kept.attempt.fused):
                 kept = made
         self._put_back(kept.ledger, kept.told)
         kept.state.restore()
-        self._say(kept, error)
+        if stocks is None:
+            self._say(kept, error)
         return kept
 
     def _stock(self, reason: str) -> Made:

@@ -134,6 +134,38 @@ def test_two_functions_with_one_aten_graph(first: str, second: str, train: bool,
     assert done.returncode == 0, done.stderr
 
 
+def again(q, k, v):
+    return torch.softmax(torch.matmul(q, k.mT) * 0.3, dim=-1) @ v
+
+
+def elsewhere(q, k, v):
+    return torch.softmax(torch.matmul(q, k.mT) * 0.3, dim=-1) @ v
+
+
+def with_a_name(q, k, v):
+    weights = torch.softmax(torch.matmul(q, k.mT) * 0.3, dim=-1)
+    return weights @ v
+
+
+def test_lines_if_the_cache_of_autograd_serves(fresh_cache: None) -> None:
+    """The code of an equal function: the lines are those of the function that is compiled."""
+    for fn, lines in (
+        (again, again),
+        (elsewhere, elsewhere),
+        (again, again),
+        (with_a_name,) * 2,
+        (with_a_name, None),
+    ):
+        torch._dynamo.reset()
+        inductor_fusions.clear()
+        with config.patch(policy="always"):
+            torch.compile(fn)(*(torch.randn(1, 2, 4, 8) for _ in range(3)))
+        (found,) = inductor_fusions.report()
+        assert (found.verdict, found.backend) == ("fused", "flash")
+        assert f" in {lines.__name__}: " in found.source if lines is not None else not found.source
+        assert len(inductor_fusions.report()) == 1
+
+
 def test_cache_that_has_one_of_two_graphs(fresh_cache: None) -> None:
     """Selective checkpointing is no entry of AOTAutograd: forward and backward are looked up apart."""
     for _ in range(3):

@@ -64,6 +64,10 @@ def attention(q, k, v):
     return torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1) @ v
 
 
+def with_linears(q, k, v):
+    return attention(q @ v[0, 0, :8], q @ v[0, 1, :8], v)
+
+
 def inputs() -> list[torch.Tensor]:
     return [torch.randn(1, 2, 5, 8) for _ in range(3)]
 
@@ -232,6 +236,24 @@ def test_options_of_compile() -> None:
         with config.patch(policy="always"), inductor_config.patch(force_disable_caches=True):
             torch.compile(attention, **how)(*inputs())
         assert inductor_fusions.report().count("fused") == 1, how
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_pass_in_options(hook: str) -> None:
+    """A pass that the caller gives for one compile runs first, and ours behind it; the options stay."""
+    ran: list[str] = []
+    options = {hook: Other("theirs", ran)}
+    given = dict(options)
+    for on in (True, False):
+        torch._dynamo.reset()
+        inductor_fusions.clear()
+        ran.clear()
+        with config.patch(policy="always", enabled=on), inductor_config.patch(force_disable_caches=True):
+            torch.compile(with_linears, options=options)(*(torch.randn(1, 2, 9, 8) for _ in range(3)))
+        assert ran == ["theirs"]
+        found = {site.fusion for site in inductor_fusions.report()}
+        assert found == ({"attention", "qkv"} if on else set())
+    assert options == given and len(ours(hook)) == 1
 
 
 def test_master_switch() -> None:

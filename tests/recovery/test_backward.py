@@ -44,6 +44,24 @@ def test_backward_that_draws_cannot_be_written_out() -> None:
             found.sum().backward()
 
 
+def powers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return (q.sin() * k).cos() * v
+
+
+@pytest.mark.parametrize("fn", [attention, powers])
+def test_backward_that_stock_cannot_compile(fn: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Symbolic sizes: it is compiled with the forward. As in stock, the forward runs, and a call raises."""
+    with Fault("post_grad", lambda node: True, backward=True).inject():
+        found = compiled(fn, "post_grad", dynamic=True)(*inputs(True))
+        torch.testing.assert_close(found, fn(*inputs(True)))
+        sites = list(inductor_fusions.report())
+        with pytest.raises(Exception, match="injected"):
+            found.sum().backward()
+    assert [site.verdict for site in sites] == (["failed"] if fn is attention else [])
+    assert all("does not compile without it either" in site.reason for site in sites)
+    assert not [each for each in caplog.records if "Please report" in each.getMessage()]
+
+
 def _refuse(graph: torch.fx.Graph) -> None:
     raise ValueError("the refused kernel draws its dropout")
 

@@ -126,11 +126,14 @@ def test_strict(stage: str) -> None:
 
 @pytest.mark.parametrize("stage", ["joint", "launch"])
 def test_a_failure_of_stock_is_its_own(stage: str, caplog: pytest.LogCaptureFixture) -> None:
-    """What is raised is the error without any site, and the report is as it would be without a net."""
+    """What is raised is the error without any site. There is no code, or that with the sites stays."""
     with Fault(stage, lambda node: True).inject() as fault, pytest.raises(Exception, match="injected"):
         compiled(attention, stage)(*inputs())
     assert fault.raised == 2
-    assert verdicts() == ["fused"]
+    (site,) = inductor_fusions.report()
+    assert site.verdict == ("fused" if stage == "launch" else "failed")
+    assert stage == "launch" or "without it too: Injected: injected" in site.reason
+    assert counters["inductor"]["fusions_attention"] == (stage == "launch")
     assert not caplog.records
 
 

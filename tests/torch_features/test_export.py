@@ -6,16 +6,18 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import inductor_fusions
 from inductor_fusions import config, ops, reporting, testing
 from tests import blocks
+from tests.support.on_a_gpu import on_a_gpu
 
 RUN = """
 import sys
@@ -87,6 +89,40 @@ def test_graph_of_make_fx(mode: str, fn: Any) -> None:
         (found,) = torch._inductor.compile(graph, inputs)(*inputs)
     assert [site.verdict for site in sites] == ["fused"]
     torch.testing.assert_close(found, *attention(*inputs))
+
+
+class Adapted(torch.nn.Module):
+    """A linear and an adapter, which `how` puts together."""
+
+    def __init__(self, how: Callable[..., Any]) -> None:
+        super().__init__()
+        self.how = how
+        for name, shape in {"w": (64, 48), "a": (4, 48), "b": (64, 4), "by": (64,)}.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.randn(shape)))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.how(x, self.w, self.a, self.b, self.by)
+
+
+@pytest.mark.parametrize(
+    "how, reported",
+    [
+        (lambda x, w, a, b, by: F.linear(x, w) + F.linear(F.linear(x, a), b) * by, False),
+        (lambda x, w, a, b, by: (F.linear(x, w) + F.linear(F.linear(x, a), b)) * by, False),
+        (lambda x, w, a, b, by: by * F.linear(x, w) + by * F.linear(F.linear(x, a), b), False),
+        (lambda x, w, a, b, by: F.linear(x, w + (b @ a) * 2.0), True),
+    ],
+    ids=["factor", "norm", "factor of both", "merged"],
+)
+def test_adapters_of_exported_graphs(how: Callable[..., Any], reported: bool) -> None:
+    """The passes before autograd read fake values where `torch.export` keeps them."""
+    model, x = Adapted(how), torch.randn(2, 9, 48)
+    exported = torch.export.export(model, (x,))
+    with on_a_gpu(), config.patch(policy="always", strict=True), reporting.isolated() as sites:
+        testing._AfterPasses([])(exported.graph_module, [x])
+    assert bool(sites) == reported, sites
+    assert str(exported.graph).count("linear") + str(exported.graph).count("lora") >= 3
+    torch.testing.assert_close(exported.module()(x), model(x), rtol=1e-4, atol=1e-4)
 
 
 #: Fewer seconds in the C++ compiler.

@@ -143,7 +143,7 @@ class Emitter:
             found = build.call("reshape", found, tuple(original.shape))
         found = build.to(found, original.dtype)
         self.changed.append((found, kept and _is_kernels(found)))
-        found.meta = {**result.node.meta, **{k: v for k, v in found.meta.items() if k != "example_value"}}
+        found.meta = {**result.node.meta, **{k: v for k, v in found.meta.items() if k != build.key}}
         result.node.replace_all_uses_with(found)
 
     def _short(self, q: fx.Node, k: fx.Node, v: fx.Node) -> fx.Node:

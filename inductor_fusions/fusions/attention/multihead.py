@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ... import config, decisions
-from ..._inductor import holds_now, records_gradients
+from ..._inductor import holds_now, records_gradients, value_of
 from ...effects.inplace import arguments
 from ...effects.liveness import erase_dead_readers, readers
 from ...fusion import Candidate, Reported
@@ -59,7 +59,7 @@ class MultiheadForward(Candidate):
 
     def guard(self) -> None:
         query, key = (torch_ops.tensor(self.arguments[name]) for name in ("query", "key"))
-        output = self.anchor.meta.get("example_value")
+        output = value_of(self.anchor)
         if query is None or key is None or not isinstance(output, tuple):
             raise Reason.NOT_A_TENSOR.rejected("an argument of multi_head_attention_forward is not a tensor")
         check_kind(query, key, torch_ops.tensor(self.arguments["value"]))
@@ -132,7 +132,7 @@ class MultiheadForward(Candidate):
 
     def rewrite(self) -> str:
         arguments = {**self.arguments, "need_weights": False, "is_causal": self.causal}
-        mask, out = arguments["attn_mask"], self.anchor.meta["example_value"][0]
+        mask, out = arguments["attn_mask"], value_of(self.anchor)[0]
         if mask is not None and not self.causal and records_gradients(out):
             arguments["attn_mask"] = self.scope.keeping.kept(mask, self.anchor)  # an addition keeps none
         build = Builder(self.anchor, kept=tuple(self.anchor.meta))

@@ -19,7 +19,7 @@ from ...effects.liveness import only_reader, replace
 from ...fusion import Candidate
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, linear_of, read, scaled_by
-from ...operands import check_device, check_kind, same_shape, tensor
+from ...operands import check_device, check_kind, same_shape, tensor, value
 from ...reasons import Reason
 from .inputs import Inputs
 from .norms import normalised
@@ -95,14 +95,14 @@ class Moved(Candidate):
         self.how = operator.mul if how == "mul" else operator.truediv
 
     def guard(self) -> None:
-        values = [each.meta["example_value"] for each in (*self.between, *self.up.all_input_nodes)]
-        out, factor = values[0], self.by.meta["example_value"]
+        values = [value(each) for each in (*self.between, *self.up.all_input_nodes)]
+        out, factor = values[0], value(self.by)
         check_kind(*values, factor)
         if any(each.dtype != out.dtype for each in (*values, factor)):
             raise Reason.MIXED_DTYPES.rejected("the adapter and its factor have different dtypes")
         if out.dtype == torch.float16:
             raise Reason.RANGE.rejected("x @ A may overflow in float16 where the result does not")
-        if not all(same_shape(each.meta["example_value"].shape, out.shape) for each in self.between):
+        if not all(same_shape(value(each).shape, out.shape) for each in self.between):
             raise Reason.SHAPES.rejected("the adapter is broadcast")
         if not (self._is_of_rows(factor) or self._is_of_columns(factor)):
             raise Reason.BEHIND_ADAPTER.rejected("the factor has another number for each element")
@@ -115,9 +115,7 @@ class Moved(Candidate):
 
     def _is_of_columns(self, factor: torch.Tensor) -> bool:
         columns = factor.shape[-1]
-        return known_true(factor.numel() == columns) and known_true(
-            self.up.meta["example_value"].shape[-1] == columns
-        )
+        return known_true(factor.numel() == columns) and known_true(value(self.up).shape[-1] == columns)
 
     def rewrite(self) -> str:
         make, found = Builder(self.anchor), linear_of(self.up)

@@ -259,11 +259,11 @@ class AdapterInput(Candidate):
 
     def _as_read(self, a: fx.Node) -> fx.Node:
         """A weight as autocast rounds it."""
-        value = tensor(a)
-        if self.cast is None or value is None or value.dtype == self.cast:
+        held = tensor(a)
+        if self.cast is None or held is None or held.dtype == self.cast:
             return a
         rounded = Builder(self.site.linear).call(torch.ops.aten.to.dtype, a, self.cast)
-        rounded.meta["example_value"].requires_grad_(value.requires_grad)
+        value(rounded).requires_grad_(held.requires_grad)
         return rounded
 
     def _mask(self, drop: fx.Node) -> fx.Node:

@@ -24,7 +24,7 @@ from ...effects.liveness import readers, replace
 from ...fusion import Candidate, Rejected, Reported
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, TRANSPOSES, VIEWS, Op, linear_of, read, scaled_by
-from ...operands import check_device, check_kind, tensor, text
+from ...operands import check_device, check_kind, tensor, text, value
 from ...reasons import Reason
 from .adapters import is_low_rank
 from .inputs import Inputs
@@ -223,9 +223,9 @@ class MergedWeight(Candidate):
     def guard(self) -> None:
         site, known = self.site, self.known
         nodes = (site.x, site.a, site.b, site.w, site.factor, *site.between, site.linear)
-        found = [value for node in nodes if (value := tensor(node)) is not None]
+        found = [held for node in nodes if (held := tensor(node)) is not None]
         check_kind(*found)
-        if any(value.dtype != found[0].dtype for value in found):
+        if any(each.dtype != found[0].dtype for each in found):
             raise Reason.MIXED_DTYPES.rejected("the operands have different dtypes, or autocast is on")
         for node, reader in zip(site.between, (*site.between[1:], site.linear), strict=True):
             if readers(node) != [reader]:
@@ -249,8 +249,8 @@ class MergedWeight(Candidate):
         times: Any = F.linear if site.rows else torch.matmul
         inner = make.call(times, site.x, site.a)
         if out is not None and out.requires_grad:
-            inner.meta["example_value"].requires_grad_()
-        inside = site.factor is not None and inner.meta["example_value"].dtype != torch.float16
+            value(inner).requires_grad_()
+        inside = site.factor is not None and value(inner).dtype != torch.float16
         if inside:  # the gradient of the factor needs the narrow result alone
             inner = made(make, operator.mul, inner, site.factor)
         up = make.given(out, times, inner, site.b)

@@ -25,7 +25,7 @@ from ...effects.writes import check_between
 from ...fusion import Candidate
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, VIEWS, Op, linear_of, read, scaled_by
-from ...operands import check_device, check_kind, holds, same_shape, tensor
+from ...operands import check_device, check_kind, holds, same_shape, tensor, value
 from ...reasons import Reason
 from .inputs import Inputs
 from .second_product import MOST_STEPS, cast, is_up, made
@@ -168,7 +168,7 @@ def _viewed(node: Any) -> Any:
 
 def normalised(up: fx.Node, scope: Inputs) -> Candidate | None:
     """The smallest sum around an adapter that is a vector times a sum."""
-    node, columns = up, up.meta["example_value"].shape[-1]
+    node, columns = up, value(up).shape[-1]
     for _ in range(MOST_STEPS):
         op = read(only_reader(node))
         if op is None:
@@ -220,14 +220,14 @@ class Normalised(Candidate):
     def guard(self) -> None:
         top, inner, scope = self.anchor, set(self.reader.inner), self.scope
         assert self.reader.vector is not None
-        out = top.meta["example_value"]
+        out = value(top)
         given = [self.base.node, self.up.node, self.reader.vector]
         given += [each.node for each in (*self.inside, *self.outside)]
-        values = [value for each in given if (value := tensor(each)) is not None]
+        values = [found for each in given if (found := tensor(each)) is not None]
         check_kind(*values, out)
-        if out.dtype != functools.reduce(torch.promote_types, [value.dtype for value in values]):
+        if out.dtype != functools.reduce(torch.promote_types, [each.dtype for each in values]):
             raise Reason.MIXED_DTYPES.rejected("the sum is not in the dtype of its terms")
-        if not all(same_shape(each.meta["example_value"].shape, out.shape) for each in inner):
+        if not all(same_shape(value(each).shape, out.shape) for each in inner):
             raise Reason.SHAPES.rejected("a term of the sum is broadcast")
         # Also what reads one by the name that it had before a write in place.
         users = [user for node in inner - {top} for user in node.users if user not in inner]

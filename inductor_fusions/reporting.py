@@ -272,12 +272,14 @@ def served(module: fx.GraphModule | None = None) -> None:
     if module is not None and _pending.before is not None:
         for name, count in (_joint_records() - _pending.before).items():
             key = name.removeprefix(RECORD)
-            sites = records.located(records.read(key) or [], module) * count
+            sites = records.located(records.read(key) or [], module)
             with _lock:
-                _entries.extend(
-                    _Entry(_inductor.trace_id(), replace(site), key if i % (len(sites) // count) == 0 else "")
-                    for i, site in enumerate(sites)
-                )
+                for _ in range(count):
+                    entries = (
+                        _Entry(_inductor.trace_id(), replace(site), "" if i else key)
+                        for i, site in enumerate(sites)
+                    )
+                    _entries.extend(entries)
         _pending.before = None
     if _pending.counted is None:
         return

@@ -66,7 +66,6 @@ _MIXES = (
     | SELECTS
     | frozenset("sum mean pow clamp_min getitem scatter_add index_add pad cat log".split())
 )
-#: What takes some rows or classes of logits.
 #: What picks the logits or log-probabilities of labels.
 _PICKS = ("gather", "take_along_dim")
 #: What may stand between logits and a loss.

@@ -270,16 +270,7 @@ def served(module: fx.GraphModule | None = None) -> None:
             cache had the code, its sites are those that the cache has counted, in the lines of this graph.
     """
     if module is not None and _pending.before is not None:
-        for name, count in (_joint_records() - _pending.before).items():
-            key = name.removeprefix(RECORD)
-            sites = records.located(records.read(key) or [], module)
-            with _lock:
-                for _ in range(count):
-                    entries = (
-                        _Entry(_inductor.trace_id(), replace(site), "" if i else key)
-                        for i, site in enumerate(sites)
-                    )
-                    _entries.extend(entries)
+        _enter(_joint_records() - _pending.before, module)
         _pending.before = None
     if _pending.counted is None:
         return
@@ -297,6 +288,19 @@ def served(module: fx.GraphModule | None = None) -> None:
     if _pending.sites:
         _count(_pending.sites, records.key(_pending.sites, joint=True))
     _pending.counted = None
+
+
+def _enter(served: Counter[str], module: fx.GraphModule) -> None:
+    """Enter the sites of records that AOTAutograd's cache has counted, in the lines of this graph."""
+    for name, count in served.items():
+        key = name.removeprefix(RECORD)
+        sites = records.located(records.read(key) or [], module)
+        with _lock:
+            for _ in range(count):
+                _entries.extend(
+                    _Entry(_inductor.trace_id(), replace(site), "" if i else key)
+                    for i, site in enumerate(sites)
+                )
 
 
 def _without_place(site: Site) -> tuple[Any, ...]:

@@ -57,17 +57,16 @@ def gains(row: dict[str, Any]) -> dict[str, float]:
 
 
 def device_times(row: dict[str, Any]) -> dict[str, float]:
-    """Microseconds of each candidate on the device: the least of those that call the same SDPA kernels.
+    """Microseconds of each candidate on the device.
 
-    A time is too long where the host was not ahead of the device, as in training at small shapes.
+    SDPA and its backends have the least time of those that call the same kernels. A time is too
+    long where the host was not ahead of the device, as in training at small shapes.
     """
     times: dict[str, float] = row.get("device_us") or {}
     called: dict[str, list[str]] = row.get("kernels", {})
-
-    def is_same(one: str, other: str) -> bool:
-        return one == other or (called.get(one) == called.get(other) and calls_sdpa(row, one))
-
-    return {name: min(us for other, us in times.items() if is_same(name, other)) for name in times}
+    calls = [name for name in ("sdpa", "flash", "efficient", "cudnn") if name in times and name in called]
+    least = {name: min(times[other] for other in calls if called[other] == called[name]) for name in calls}
+    return {**times, **least}
 
 
 def calls_sdpa(row: dict[str, Any], candidate: str) -> bool:

@@ -9,12 +9,12 @@ compiled by one version of torch for one device. It holds
     extern    calls of other libraries, by name: matrix products, attention
     bytes     read and written by all of them, as Inductor counts them
 
-`INDUCTOR_FUSIONS_POLICY=always`: what is proved is fused, whatever a table of measurements says, so that a
-row changes with the code and with torch alone. CUDA is a device that does not exist
-(`devtools.cuda_codegen`): attention is decided as on a CPU, because that is settled before the graph is moved
-there, and attention calls are counted under one name, since which kernel SDPA takes is not known without a
-GPU. Fusions before autograd that have kernels for CUDA alone are decided as if there were some for the CPU
-(`ON_A_GPU`).
+`INDUCTOR_FUSIONS_POLICY=always`, and no table is read: what is proved is fused, whatever was measured, with
+the configurations of the code's own rules, so that a row changes with the code and with torch alone. CUDA is
+a device that does not exist (`devtools.cuda_codegen`): attention is decided as on a CPU, because that is
+settled before the graph is moved there, and attention calls are counted under one name, since which kernel
+SDPA takes is not known without a GPU. Fusions before autograd that have kernels for CUDA alone are decided as
+if there were some for the CPU (`ON_A_GPU`).
 
 A row is worse where a fusion has fewer sites, or where there are more kernels, extern calls or bytes.
 Rewriting the file accepts that, and the diff is what is reviewed.

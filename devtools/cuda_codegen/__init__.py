@@ -18,11 +18,12 @@ What it cannot show: launches, races, and anything that Inductor finds out by ru
 
 from __future__ import annotations
 
+from inductor_fusions._inductor import copied, on_cuda
+
 from .compiling import Generated, generate
 from .device import DEVICES, Device, pretended
 from .interpreter import interpret
 from .machine_code import MachineCode, compile_function, compile_kernel
-from .moving import copied, on_cuda
 from .written import Kernel, Module, write
 
 __all__ = [

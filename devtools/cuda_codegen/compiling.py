@@ -12,9 +12,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from inductor_fusions._inductor import on_cuda
+
 from .device import DEVICES, pretended
 from .interpreter import interpret
-from .moving import on_cuda
 from .written import Kernel, Module, write
 
 

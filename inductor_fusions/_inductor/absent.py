@@ -168,7 +168,7 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
             stack.enter_context(_stub_driver(device))
         # No constant is computed on the device, such as `torch.tensor(number, device="cuda")`.
         stack.enter_context(mock.patch.object(fake_tensor.FakeTensorMode, "avoid_device_init", True))
-        stack.enter_context(mock.patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", 0))
+        stack.enter_context(mock.patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", -1))
         stack.enter_context(device_guard())
         _forget_answers()
         stack.callback(_forget_answers)

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from .loading import inductor_config
+from .moving import autograd_on_cpu, copied, on_cuda
 from .shapes import fake_mode_of
 
 
@@ -145,10 +146,15 @@ def inductor() -> Callable[..., Any]:
     return backend
 
 
-def passes_only() -> Callable[..., Any]:
-    """A backend, equal to no other, that is Inductor up to its last pass and then runs aten operations.
+def passes_only(autograd_on: str | None = None) -> Callable[..., Any]:
+    """A backend, equal to no other, that is Inductor up to its last pass.
 
     Every decision of a fusion is taken in a pass, so this shows them all without generating code.
+
+    Args:
+        autograd_on: None, and aten operations are run afterwards; or "cpu", for fake tensors on a CUDA device
+            that is absent (`moving.autograd_on_cpu`): the backward is compiled as well, and the caller's
+            graph is run afterwards, whose gradients nobody can take.
     """
 
     def lower(graph: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -158,6 +164,8 @@ def passes_only() -> Callable[..., Any]:
         stock: Any = importlib.import_module("torch._inductor.compile_fx")
         functorch: Any = importlib.import_module("functorch.compile")
         runs = GraphModule(graph, copy.deepcopy(graph.graph))
+        if autograd_on is not None:
+            graph, _ = on_cuda(graph, example_inputs)
         mode = fake_mode_of(graph.graph)
         with contextlib.ExitStack() as stack:
             if mode is not None:
@@ -169,7 +177,13 @@ def passes_only() -> Callable[..., Any]:
 
     def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         stock: Any = importlib.import_module("torch._inductor.compile_fx")
-        compiled: Callable[..., Any] = stock.compile_fx(graph, example_inputs, inner_compile=lower)
-        return compiled
+        if autograd_on is None:
+            compiled: Callable[..., Any] = stock.compile_fx(graph, example_inputs, inner_compile=lower)
+            return compiled
+        functorch_config: Any = importlib.import_module("torch._functorch.config")
+        runs: Callable[..., Any] = copied(graph).forward
+        with autograd_on_cpu(), functorch_config.patch(force_non_lazy_backward_lowering=True):
+            stock.compile_fx(graph, example_inputs, inner_compile=lower)
+        return runs
 
     return backend

@@ -74,7 +74,7 @@ def explain(
     generated.
     """
     if target is not None:
-        _check_target(target, train, device)
+        _check_target(target, device)
     where = find_device(device if target is None else Device.cpu)
     writable(html, "--html")
     on_gpu = where.type == "cuda" or target is not None
@@ -116,7 +116,7 @@ def _check_own_model(context: typer.Context) -> None:
             raise UserError(f"{option} is for models of Hugging Face: module:callable makes its own")
 
 
-def _check_target(target: str, train: bool, device: Device) -> None:
+def _check_target(target: str, device: Device) -> None:
     """Refuse what cannot be explained for another device.
 
     Raises:
@@ -125,8 +125,6 @@ def _check_target(target: str, train: bool, device: Device) -> None:
     absent_gpu(target)
     if device is not Device.auto:
         raise UserError("--target and --device exclude each other")
-    if train and not torch.cuda.is_available():
-        raise UserError("--target with --train needs a GPU in this machine")
 
 
 def _explained(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import _inductor, config, decisions, reporting
-from ..checking.runs import own_buffers, run
+from ..checking.runs import copied, own_buffers, run
 from ..driver import watching
 from ..sites import SCHEMA, Report, table, text
 from .graphs import Line, Pair, Recorder
@@ -104,21 +104,18 @@ def explain(
         The sites, and the graphs before and after.
 
     Raises:
-        ValueError: the GPU is unknown; or `train` with `gpu` on a machine without any GPU, which torch's
-            autograd needs.
+        ValueError: the GPU is unknown.
         Exception: whatever `fn` raises.
     """
     fn = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))  # of a compiled one
     if gpu is None:
         return _explained(fn, args, kwargs, train, dynamic)
-    device = absent(gpu)
-    if train and not torch.cuda.is_available():
-        raise ValueError("explaining a training step for another device needs a GPU in this machine")
+    device, differentiates = absent(gpu), _differentiates_cuda()
     with (
         _inductor.absent_device(device),
         _inductor.on_absent_device(fn, args, kwargs) as (moved, moved_args, moved_kwargs),
     ):
-        explained = _explained(moved, moved_args, moved_kwargs, train, dynamic)
+        explained = _explained(moved, moved_args, moved_kwargs, train, dynamic, differentiates)
     explained.facts["device"] = f"{device.name}, which need not be in this machine"
     return explained
 
@@ -133,9 +130,24 @@ def absent(gpu: str) -> _inductor.AbsentDevice:
     return _inductor.AbsentDevice(name, found.capability, found.multiprocessors, found.shared_bytes)
 
 
+def _differentiates_cuda() -> bool:
+    """Whether this machine can run a backward of CUDA tensors, be they fake."""
+    return torch.cuda.is_available()
+
+
 def _explained(
-    fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], train: bool, dynamic: bool | None
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Mapping[str, Any],
+    train: bool,
+    dynamic: bool | None,
+    differentiates: bool = True,
 ) -> Explanation:
+    """`explain`, on the device of the tensors.
+
+    Args:
+        differentiates: whether torch can run a backward there. Else autograd is traced on the CPU.
+    """
     recorder = Recorder()
     start = time.perf_counter()
     with (
@@ -144,7 +156,12 @@ def _explained(
         watching.observing(recorder),
         own_buffers(fn),
     ):
-        run(compile(fn, _inductor.passes_only(), dynamic), fn, args, kwargs, train)
+        if differentiates or not train:
+            run(compile(fn, _inductor.passes_only(), dynamic), fn, args, kwargs, train)
+        else:
+            args, kwargs = copied((args, kwargs), train)
+            with torch.enable_grad():
+                compile(fn, _inductor.passes_only(autograd_on="cpu"), dynamic)(*args, **kwargs)
     return Explanation(
         sites=sites,
         off=reporting.are_off(),

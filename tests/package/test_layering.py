@@ -74,6 +74,7 @@ LAYERS = {
 # The same inside _inductor/. Its __init__ imports them all; the rest of the package imports that alone.
 PRIVATE_LAYERS = {
     "absent": {"loading", "shapes"},
+    "moving": {"absent", "shapes"},
     "loading": set(),
     "versions": set(),
     "shapes": set(),
@@ -86,7 +87,7 @@ PRIVATE_LAYERS = {
     "hooks": {"loading", "versions"},
     "graphs": {"shapes", "versions"},
     "reports": {"loading"},
-    "compiling": {"loading", "shapes"},
+    "compiling": {"loading", "moving", "shapes"},
     "lowering": {"graphs", "loading"},
     "matcher": {"versions"},
     "reuse": {"loading"},

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from inductor_fusions import cli, explain
+from inductor_fusions import cli, explain, explaining
 from inductor_fusions.decisions import target
 from inductor_fusions.decisions.devices import KNOWN
 
@@ -96,10 +96,69 @@ def test_nothing_is_left_behind():
         torch.empty(1, device="cuda")
 
 
-@absent
-def test_a_training_step_is_refused():
-    with pytest.raises(ValueError, match="a training step"):
-        explain(attention, *inputs(128, 2), train=True, gpu="nvidia_h200")
+class Adapted(nn.Module):
+    """A frozen linear with an adapter in float32, as PEFT adds one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(2048, 2048, bias=False).bfloat16().requires_grad_(False)
+        self.a = nn.Linear(2048, 16, bias=False)
+        self.b = nn.Linear(16, 2048, bias=False)
+
+    def forward(self, x):
+        assert x.device.type == "cuda"
+        return self.base(x) + 2.0 * self.b(self.a(x.float())).to(x.dtype)
+
+
+def under_autocast(x, w):
+    with torch.autocast(x.device.type, torch.bfloat16):
+        return nn.functional.gelu(x @ w) + torch.arange(8192, device=x.device)
+
+
+@pytest.fixture(params=[pytest.param(True, marks=pytest.mark.gpu), False], ids=["on a GPU", "on the CPU"])
+def autograd(request, monkeypatch):
+    """Where autograd is traced."""
+    monkeypatch.setattr(explaining, "_differentiates_cuda", lambda: request.param)
+
+
+@pytest.mark.usefixtures("autograd")
+def test_a_training_step():
+    """Both gradients of the adapter and that of the input are judged for the GPU; none is computed."""
+    model, x = Adapted(), torch.empty(4096, 2048, dtype=torch.bfloat16, requires_grad=True)
+    found = [site for site in explain(model, x, train=True, gpu="nvidia_h200") if site.fusion == "lora"]
+    assert [site.verdict for site in found].count("fused") >= 3
+    assert all("nvidia_h200" in site.reason or "measure" in site.kernel + site.reason for site in found)
+    assert x.grad is None and all(p.grad is None and p.device.type == "cpu" for p in model.parameters())
+
+
+@pytest.mark.usefixtures("autograd")
+def test_a_training_step_of_an_attention():
+    q, k, v = (t.requires_grad_() for t in inputs(1024))
+    (site,) = explain(attention, q, k, v, train=True, gpu="nvidia_h200")
+    assert site.verdict == "fused" and "measure" in site.kernel
+
+
+@pytest.mark.usefixtures("autograd")
+def test_a_training_step_behind_a_graph_break():
+    """Each graph has its sites, also in modes and with tensors that are made on the device."""
+
+    def broken(x, w):
+        once = under_autocast(x, w)
+        torch._dynamo.graph_break()
+        return under_autocast(once, w)
+
+    x, w = torch.empty(64, 8192, requires_grad=True), torch.empty(8192, 8192, requires_grad=True)
+    found = explain(broken, x, w, train=True, gpu="nvidia_h200")
+    assert [site.fusion for site in found].count("linear_epilogue") == 2
+
+
+def test_a_model_that_makes_its_cache():
+    """Transformers begins a cache with an empty tensor on the device."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 32}
+    model = transformers.LlamaModel(transformers.LlamaConfig(**sizes, num_attention_heads=2)).bfloat16()
+    found = explain(model, torch.zeros(1, 8, dtype=torch.int64), gpu="nvidia_h200")
+    assert "attention" in {site.fusion for site in found}
 
 
 def test_a_model_may_have_a_target():
@@ -131,7 +190,6 @@ def test_every_known_device_is_a_target(name):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--target", "h201"], "unknown device"),
     (["--target", "h200", "--device", "cpu"], "exclude each other"),
-    (["--target", "h200", "--train"], "needs a GPU in this machine"),
 ])  # fmt: skip
 def test_mistakes_on_the_command_line(arguments, message):
     done = CliRunner().invoke(cli.app, ["explain", "bert", *arguments])

@@ -1,19 +1,23 @@
-"""Graphs of aten operations, copied to the device that does not exist."""
+"""Graphs that are copied to another device, which need not be in this machine."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from inductor_fusions import _inductor
+from .absent import device_guard
+from .shapes import is_wrapper
 
 
-@_inductor.device_guard()
+@device_guard()
 def on_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:
     """A copy of a graph with everything on a device ("cuda:0"), and fake inputs for it."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -32,7 +36,7 @@ def on_cuda(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.Graph
     moved = copied(gm)
     for module in moved.modules():
         if isinstance(module, fx.GraphModule):
-            _rewrite_devices(module)
+            _rewrite_devices(module, torch.device("cuda", 0))
             for node in module.graph.nodes if module is not moved else ():  # the body of an operation
                 if "val" in node.meta:
                     node.meta["val"] = pytree.tree_map(move, node.meta["val"])
@@ -54,13 +58,19 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     return moved
 
 
-def _rewrite_devices(module: fx.GraphModule) -> None:
+def _rewrite_devices(module: fx.GraphModule, device: torch.device) -> None:
+    """Every device that is named in a graph is another one from now on."""
+
     def one(argument: Any) -> Any:
-        return torch.device("cuda", 0) if isinstance(argument, torch.device) else argument
+        if isinstance(argument, torch.device):
+            return device
+        return device.type if argument in ("cuda", "cuda:0") else argument
 
     for node in module.graph.nodes:
         node.args = pytree.tree_map(one, node.args)
         node.kwargs = pytree.tree_map(one, node.kwargs)
+        if node.op == "call_method" and node.target == "cuda":
+            node.target = "cpu"
     module.recompile()
 
 
@@ -79,3 +89,52 @@ def _propagate(module: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> None
             return move(value)
 
     Prop(module, mode=mode).propagate_dont_convert_inputs(*inputs)
+
+
+@contextlib.contextmanager
+def autograd_on_cpu() -> Iterator[None]:
+    """Inside, AOTAutograd traces graphs of CUDA tensors as graphs of CPU tensors.
+
+    A backward that is traced on CUDA tensors needs a device, also for fake ones: torch's engine asks for its
+    streams. Passes before autograd see the CUDA tensors. Source: `aot_autograd` of
+    torch/_dynamo/backends/common.py, and how torch/_inductor/compile_fx.py calls it.
+    """
+    common: Any = importlib.import_module("torch._dynamo.backends.common")
+    compile_fx: Any = importlib.import_module("torch._inductor.compile_fx")
+    original = common.aot_autograd
+
+    def aot_autograd(pre_grad_passes: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+        traced = original(**options)
+
+        def call(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            if pre_grad_passes is not None:  # older versions run them before
+                graph = pre_grad_passes(graph, inputs)
+            moved = copied(graph)
+            for module in moved.modules():
+                if isinstance(module, fx.GraphModule):
+                    _rewrite_devices(module, torch.device("cpu"))
+            return traced(moved, [_on_cpu(value) for value in inputs])
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for module in (common, compile_fx):
+            if hasattr(module, "aot_autograd"):
+                stack.enter_context(mock.patch.object(module, "aot_autograd", aot_autograd))
+        yield
+
+
+def _on_cpu(value: Any) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if not isinstance(value, torch.Tensor):
+        return value
+    with torch.no_grad():
+        if is_wrapper(value):
+            made = value.to("cpu")
+        elif isinstance(value, FakeTensor):
+            with value.fake_mode:
+                made = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cpu")
+        else:
+            return value
+    return made.requires_grad_(value.requires_grad)

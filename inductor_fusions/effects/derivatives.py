@@ -24,6 +24,10 @@ FORWARD = ("_jvp_increment_nesting", "_enter_dual_level", "enter_dual_level")
 REVERSE = ("_grad_increment_nesting",)
 
 
+#: Of a site for which `Modes.reads_into_inference` holds.
+INTO_INFERENCE = "the graph enters inference mode behind an operand, and torch cannot trace views of it there"
+
+
 def check_operation(nodes: Iterable[fx.Node], known: Derivatives | None = None) -> None:
     """Refuse an operation of this package in place of some nodes if it lacks a derivative that they need.
 
@@ -32,13 +36,16 @@ def check_operation(nodes: Iterable[fx.Node], known: Derivatives | None = None) 
         known: the derivatives of the graph, if they are known.
 
     Raises:
-        Rejected: a transform of torch.func is around one, or another derivative than the first is taken.
+        Rejected: a transform of torch.func is around one, or another derivative than the first is taken,
+            or the graph enters inference mode behind an operand.
     """
     for node in nodes:
         known = known or Derivatives(node.graph, Modes(node.graph))
         why = known.refused_operation(node)
         if why:
             raise Reason.TRANSFORM.rejected(why)
+        if known.modes.reads_into_inference(node):
+            raise Reason.MODE.rejected(INTO_INFERENCE)
 
 
 def takes_gradient(node: fx.Node) -> bool:

@@ -174,6 +174,14 @@ class Modes:
         """The state where a node runs; for a node that was added later, the one at the end."""
         return self._states.get(node, self.end)
 
+    def reads_into_inference(self, node: fx.Node) -> bool:
+        """Whether a node in an inference mode that the graph enters reads a value from outside of it.
+
+        A rewrite may add views of its operands, and torch (seen on 2.11 and 2.13) cannot trace a view of a
+        tensor from outside there.
+        """
+        return self.at(node).inference and not all(self.at(each).inference for each in node.all_input_nodes)
+
 
 def _after(node: fx.Node, state: State, before: dict[fx.Node, State]) -> State:
     """The state after a call, which may enter or leave a mode; `before` has the states at the entries."""

@@ -181,9 +181,21 @@ def test_no_grad_inside() -> None:
 def test_inference_mode() -> None:
     def fn(q, k, v):
         with torch.inference_mode():
-            return attend(q, k, v)
+            return attend(q * 1.0, k * 1.0, v * 1.0)
 
     check(fn, qkv(), train=False)
+
+
+def test_operand_from_outside_of_inference_mode() -> None:
+    """The rewrite would add a view of it, which torch cannot trace there."""
+
+    def fn(q, k, v):
+        transposed = k.transpose(-1, -2) * 1.0
+        with torch.inference_mode():
+            found = torch.softmax(q @ transposed * 0.3, -1) @ v
+        return found * 1.0
+
+    check(fn, qkv(grad=False), fused=0, reason="mode", train=False)
 
 
 def test_another_default_device() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 from torch import fx
 
 from ..._inductor import is_batched
+from ...effects.derivatives import INTO_INFERENCE
+from ...effects.modes import Modes
 from ...fusion import Candidate
 from ...graph.builder import Builder
 from ...operands import tensor, value
@@ -24,6 +26,8 @@ class EquivalentRewrite(Candidate):
             raise Reason.TRANSFORM.rejected(
                 "the site is inside torch.vmap, whose tensors have a hidden batch dim"
             )
+        if Modes(self.anchor.graph).reads_into_inference(self.anchor):
+            raise Reason.MODE.rejected(INTO_INFERENCE)
         if self.anchor.kwargs.get("out") is not None:
             raise Reason.OVERWRITTEN.rejected("the operation writes to a given tensor (out=)")
 

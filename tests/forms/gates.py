@@ -399,3 +399,53 @@ def one_more_than_a_linear(x: Any, w: Any, v: Any) -> Any:
 def functions_of_two_inputs(x: Any, y: Any, w: Any, v: Any) -> Any:
     """GMU, MUTAN."""
     return torch.tanh(F.linear(x, w)) * torch.sigmoid(F.linear(y, v))
+
+
+TWO = (X, "frozen 128x64", "frozen 128x64")
+
+
+@form(*TWO, reasons=("", "used-elsewhere"))
+def glu_of_two_beside_each_other(x: Any, w: Any, v: Any) -> Any:
+    """The gated linear units of time series."""
+    return F.glu(torch.cat((F.linear(x, w), F.linear(x, v)), dim=-1), dim=-1)
+
+
+@form(*TWO, reasons=("", "used-elsewhere"))
+def two_beside_each_other(x: Any, w: Any, v: Any) -> Any:
+    gate, up = torch.cat((F.linear(x, w), F.linear(x, v)), dim=-1).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@form(*TWO, reasons=("", "used-elsewhere"))
+def two_in_a_stack(x: Any, w: Any, v: Any) -> Any:
+    gate, up = torch.stack((F.linear(x, w), F.linear(x, v)), dim=-2).unbind(-2)
+    return F.silu(gate) * up
+
+
+@form(*TWO, reasons=("unsupported function", "unsupported function"))
+def two_beside_each_other_with_another_function(x: Any, w: Any, v: Any) -> Any:
+    h = torch.cat((F.linear(x, w), F.linear(x, v)), dim=-1)
+    return F.mish(h[..., :128]) * h[..., 128:]
+
+
+@form(*TWO, silent="gated_mlp")
+def columns_of_both(x: Any, w: Any, v: Any) -> Any:
+    """One column of the second linear is in the gate."""
+    h = torch.cat((F.linear(x, w), F.linear(x, v)), dim=-1)
+    return F.silu(h[..., 1:129]) * h[..., :128]
+
+
+@form(*TWO, silent="gated_mlp")
+def glu_of_tokens(x: Any, w: Any, v: Any) -> Any:
+    return F.glu(torch.cat((F.linear(x, w), F.linear(x, v)), dim=-1), dim=1)
+
+
+@form(*TWO, reasons=("used-elsewhere", "used-elsewhere"))
+def two_beside_each_other_and_returned(x: Any, w: Any, v: Any) -> Any:
+    h = torch.cat((F.linear(x, w), F.linear(x, v)), dim=-1)
+    return F.silu(h[..., :128]) * h[..., 128:], h
+
+
+@form((2, 48, 32), (2, 48, 32), "frozen 128x32", "frozen 128x32", left=(2, 2), reasons=("inputs", "inputs"))
+def glu_of_two_inputs(x: Any, y: Any, w: Any, v: Any) -> Any:
+    return F.glu(torch.cat((F.linear(x, w), F.linear(y, v)), dim=-1), dim=-1)

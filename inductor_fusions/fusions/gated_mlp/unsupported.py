@@ -13,6 +13,7 @@ from torch import fx
 from ..._inductor import hint
 from ...block_mm.columns import Columns, columns, is_apart
 from ...block_mm.expressions import NONLINEAR, Expressions, named
+from ...graph.concatenation import taken_apart
 from ...graph.products import (
     CASTS,
     RESHAPES,
@@ -153,6 +154,8 @@ def _side(argument: Any) -> _Side | None:
             waiting.append(node.args[0])
         elif _summed(node):
             side.ends.add(node)
+        elif (whole := taken_apart(node)) is not None:
+            waiting.append(whole)
         elif is_pointwise(node):
             if node.target not in CASTS:
                 side.names.add(str(node.target).split(".")[1])

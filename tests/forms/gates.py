@@ -345,6 +345,18 @@ def gate_of_two_convolutions(x: Any, w: Any, v: Any) -> Any:
     return torch.tanh(F.conv1d(x, w)) * torch.sigmoid(F.conv1d(x, v))
 
 
+@form((2, 16, 24), (2, 8, 24), (64, 16, 3), (64, 8, 1), **CHANNELS)
+def gate_of_a_sum_of_convolutions(x: Any, condition: Any, w: Any, v: Any) -> Any:
+    """WaveNet with a condition."""
+    first, second = (F.conv1d(x, w, padding=1) + F.conv1d(condition, v)).chunk(2, dim=1)
+    return torch.tanh(first) * torch.sigmoid(second)
+
+
+@form((2, 16, 24), (2, 8, 24), (2, 32, 24), (32, 16, 3), (32, 8, 1))
+def sum_of_convolutions_times_a_state(x: Any, condition: Any, state: Any, w: Any, v: Any) -> Any:
+    return torch.sigmoid(F.conv1d(x, w, padding=1) + F.conv1d(condition, v)) * torch.tanh(state)
+
+
 @form((48, 64), (48, 32), "frozen 256x64", "frozen 256x32", reasons=("sum of linears", "sum of linears"))
 def gates_of_a_cell(x: Any, h: Any, w: Any, v: Any) -> Any:
     """An LSTM's: parts of the sum of a linear of the input and one of the state."""

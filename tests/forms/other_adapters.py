@@ -154,3 +154,20 @@ def blocks_in_rotation(x: Any, w: Any, m: Any) -> Any:
 def blocks_of_another_input(x: Any, y: Any, w: Any, m: Any) -> Any:
     """Heads with one matrix for all of them, which read something else."""
     return F.linear(x, w) + F.linear(y.view(2, 24, 8, 8), m).flatten(2)
+
+
+#: Images, a convolution, and both matrices of an adapter of its channels.
+IMAGES = ((2, 16, 6, 6), (16, 16, 3, 3), (4, 16, 1, 1), (16, 4, 1, 1))
+
+
+@form(*IMAGES, reasons=("belongs to a convolution", "belongs to a convolution"))
+def convolution_with_a_bottleneck(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """As vision models are adapted: a function is between both."""
+    return F.conv2d(x, w, padding=1) + F.conv2d(F.gelu(F.conv2d(x, a)), b) * 0.1
+
+
+@form(*IMAGES, silent="lora")
+def bottleneck_beside_an_image(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """Attention of channels reads two convolutions."""
+    h = F.conv2d(x, w, padding=1)
+    return x + F.conv2d(F.relu(F.conv2d(h, a)) * F.conv2d(x, a), b)

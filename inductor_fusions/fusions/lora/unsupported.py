@@ -305,7 +305,7 @@ def _reason(base: Any, up: Any) -> str:
     if not _is_convolution(base) or not _is_convolution(up):
         return ""
     weight: Any = up.args[1]
-    kernel, down = value(weight).shape[2:], core_of(up.args[0])
+    kernel, down = value(weight).shape[2:], _convolution_above(up.args[0])
     if (
         any(size != 1 for size in kernel)
         or not _is_convolution(down)
@@ -315,6 +315,19 @@ def _reason(base: Any, up: Any) -> str:
     inputs: list[Any] = [base.args[0], down.args[0]]
     first, second = (through(x, CASTS) for x in inputs)
     return CONVOLUTION if first is second else ""
+
+
+def _convolution_above(node: Any) -> Any:
+    """The only convolution that a node is a function of, element by element."""
+    found, waiting, seen = set[fx.Node](), [node], set[fx.Node]()
+    while waiting and len(seen) < _MOST_OF_BLOCKS:
+        each = waiting.pop()
+        if _is_convolution(each):
+            found.add(each)
+        elif each not in seen and (is_pointwise(each) or core_of(each) is not each):
+            waiting += each.all_input_nodes
+        seen.add(each)
+    return found.pop() if len(found) == 1 else None
 
 
 def _is_embedding(node: Any) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ..graph.builder import Builder
+from ..graph.concatenation import joined
 from ..graph.dims import Selection, selection
 from ..graph.products import RESHAPES, SPLITS, VIEWS, Product, product, same_sizes
 from ..operands import tensor, value
@@ -83,12 +84,21 @@ def is_apart(node: fx.Node) -> fx.Node | None:
     return source if isinstance(source, fx.Node) and product(source) is not None else None
 
 
-def halves(call: fx.Node) -> tuple[Columns, Columns] | None:
-    """The two halves of a product that a `glu` over the last dim splits."""
+def halves(call: fx.Node) -> tuple[Product | Columns, Product | Columns] | None:
+    """The two halves that a `glu` over the last dim splits: of one product, or each a product."""
     given: tuple[Any, ...] = call.args
     source, dim = given[0], given[1] if len(given) > 1 else -1
+    last = value(source).dim() - 1
+    if not isinstance(dim, int) or dim % (last + 1) != last:
+        return None
+    parts, along = joined(source)
+    if len(parts) == 2 and along == last:
+        one, other = (_columns(part, 16) for part in parts)
+        if one is None or other is None or one.count != other.count:
+            return None
+        return (one.base if _is_whole(one) else one), (other.base if _is_whole(other) else other)
     whole = _columns(source, 16)
-    if whole is None or not isinstance(dim, int) or dim % value(source).dim() != value(source).dim() - 1:
+    if whole is None:
         return None
     half = whole.count // 2
     first, second = _taken(whole, range(half)), _taken(whole, range(half, 2 * half))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..graph.concatenation import taken_apart
 from ..graph.products import CASTS, MUL, RESHAPES, SPLITS, product
 from ..operands import holds, tensor, value
 from .columns import columns
@@ -34,8 +35,9 @@ class Expressions:
 
     An expression is a number, the node of a product or of columns of one, or a tuple ("mul" | "add", sorted
     operands) or ("recip" | "relu" | "erf" | "tanh" | "exp", operand). Products and sums are flat. Reshapes
-    fall away, and casts to the dtype of the products, to that of the expression, or to one that holds either:
-    what they round is kept exact. There is no expression of other casts, such as to float8 and back.
+    fall away, a `cat` whose operands are taken out again, and casts to the dtype of the products, to that of
+    the expression, or to one that holds either: what they round is kept exact. There is no expression of
+    other casts, such as to float8 and back.
     """
 
     def __init__(self) -> None:
@@ -66,6 +68,8 @@ class Expressions:
             return self._of(node.args[0], result, depth)
         if columns(node) is not None:
             return node
+        if (part := taken_apart(node)) is not None:
+            return self._of(part, result, depth)
         if node.target in CASTS:
             inner = self._of(node.args[0], result, depth)
             dtypes = [value(leaf).dtype for leaf in leaves(inner)]

@@ -54,11 +54,26 @@ def beside(t: Any, dim: int = 1) -> Any:
     return torch.sum(p * q, dim=2, keepdim=True)
 
 
+def own(t: Any, keeps_dim: bool = True) -> list[Any]:
+    """Features that are tensors of their own, as the results of one embedding each."""
+    found = [t[:, k : k + 1] * (k + 1) for k in range(F)]
+    return found if keeps_dim else [feature.squeeze(1) for feature in found]
+
+
+def both(features: list[Any], join: Function = torch.cat) -> list[Any]:
+    """The first and the second features of all pairs."""
+    return [join([features[k] for k in side], 1) for side in (LI, LJ)]
+
+
 def cells() -> torch.Tensor:
     return torch.tensor([i * F + j for i, j in zip(LI, LJ, strict=True)])
 
 
 SPELLINGS: dict[str, Function] = {
+    "tensors of their own": lambda x, t: (lambda p, q: (p * q).sum(2, keepdim=True))(*both(own(t))),
+    "tensors of their own, stacked": lambda x, t: torch.cat(
+        [x, torch.einsum("bpd,bpd->bp", *both(own(t, False), torch.stack))], 1
+    ),
     "beside each other": lambda x, t: beside(t),
     "beside each other, some": lambda x, t: (
         torch.cat(t.split(1, 1)[:2], 1) * torch.cat([t[:, 3:4], t.narrow(1, -1, 1)], dim=-2)
@@ -237,6 +252,37 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     ),
     "every second column": (lambda x, t: torch.cat([products(t)[:, i, ::2] for i in range(F)], 1), None),
     "all products, viewed": (lambda x, t: products(t).reshape(t.shape[0], -1), "all products"),
+    "norms of tensors of their own": (
+        lambda x, t: (torch.cat(e := own(t), 1) * torch.cat(e, 1)).sum(-1), None
+    ),
+    "tensors of their own, of two": (
+        lambda x, t: (torch.cat(own(t), 1) * torch.cat(own(t + 1), 1)).sum(-1), None
+    ),
+    "tensors of their own, over the pairs": (lambda x, t: (lambda p, q: (p * q).sum(1))(*both(own(t))), None),
+    "tensors of their own, without a sum": (
+        lambda x, t: nn.functional.relu(torch.mul(*both(own(t)))), "without a sum"
+    ),
+    "tensors of their own, one by one": (
+        lambda x, t: (
+            lambda e: torch.stack([(e[i] * e[j]).sum(-1) for i, j in zip(LI, LJ, strict=True)], 1)
+        )(own(t, False)),
+        "one by one",
+    ),
+    "tensors of their own, through a matrix": (  # FiBiNET
+        lambda x, t: (
+            lambda e: torch.cat([e[i] @ (x.t() @ x) * e[j] for i, j in zip(LI, LJ, strict=True)], 1)
+        )(own(t)),
+        "through matrices",
+    ),
+    "tensors of their own, added": (
+        lambda x, t: (
+            lambda e: torch.cat([e[i] + e[j] for i, j in zip(LI, LJ, strict=True)], 1)
+        )(own(t)),
+        None,
+    ),
+    "tensors that one product reads, one by one": (
+        lambda x, t: torch.stack([(a * b).sum(-1) for a, b in zip(own(t), own(t + 1), strict=True)], 1), None
+    ),
     "one gather": (lambda x, t: (t[:, LI] * x[:, None]).sum(-1), None),
     "a mask of others": (lambda x, t: t[:, torch.ones(F, D, dtype=torch.bool).tril(-1)], None),
     "all products of samples": (lambda x, t: products(t).flatten(0, 1), None),

@@ -12,7 +12,19 @@ from torch import nn
 from inductor_fusions import testing
 from inductor_fusions.fusions import dot_interaction
 from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
-from tests.dot_interaction.forms import GIVEN, LI, LJ, OTHERS, SAMPLES, SPELLINGS, TRIANGLES, D, F, products
+from tests.dot_interaction.forms import (
+    GIVEN,
+    LI,
+    LJ,
+    OTHERS,
+    SAMPLES,
+    SPELLINGS,
+    TRIANGLES,
+    D,
+    F,
+    own,
+    products,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -208,6 +220,19 @@ def test_what_is_measured_decides(
     table["dot_interaction"].append({**row, "gain": gain, "tiles": [2, 2, 1, 1]})
     run = check(SPELLINGS["lists"], operands(), policy="profitable", fused=fused)
     assert ("measure" in run.sites[0].kernel) if fused else ("measured" in run.sites[0].reason)
+
+
+@pytest.mark.parametrize(("pairs", "fused"), [(10, 1), (8, 0)])
+def test_concatenations_that_stock_has_in_memory(pairs: int, fused: int, table: dict[str, Any]) -> None:
+    row = {"dtype": "float32", "train": True, "features": F, "width": D, "dense": False, "samples": SAMPLES}
+    table["dot_interaction"].append({**row, "pairs": "gathered", "gain": 1.5, "tiles": [2, 2, 1, 1]})
+
+    def fn(x: Any, t: Any) -> Any:
+        features = own(t)
+        p, q = (torch.cat([features[k] for k in side[:pairs]], 1) for side in (LI, LJ))
+        return (p * q).sum(-1)
+
+    check(fn, operands(), policy="profitable", fused=fused, reason=None if fused else "tensors of their own")
 
 
 def test_arguments_that_do_not_fit() -> None:

@@ -345,6 +345,18 @@ def gate_of_two_convolutions(x: Any, w: Any, v: Any) -> Any:
     return torch.tanh(F.conv1d(x, w)) * torch.sigmoid(F.conv1d(x, v))
 
 
+@form((2, 16, 24), (2, 8, 24), (64, 16, 3), (64, 8, 1), **CHANNELS)
+def gate_of_a_sum_of_convolutions(x: Any, condition: Any, w: Any, v: Any) -> Any:
+    """WaveNet with a condition."""
+    first, second = (F.conv1d(x, w, padding=1) + F.conv1d(condition, v)).chunk(2, dim=1)
+    return torch.tanh(first) * torch.sigmoid(second)
+
+
+@form((2, 16, 24), (2, 8, 24), (2, 32, 24), (32, 16, 3), (32, 8, 1))
+def sum_of_convolutions_times_a_state(x: Any, condition: Any, state: Any, w: Any, v: Any) -> Any:
+    return torch.sigmoid(F.conv1d(x, w, padding=1) + F.conv1d(condition, v)) * torch.tanh(state)
+
+
 @form((48, 64), (48, 32), "frozen 256x64", "frozen 256x32", reasons=("sum of linears", "sum of linears"))
 def gates_of_a_cell(x: Any, h: Any, w: Any, v: Any) -> Any:
     """An LSTM's: parts of the sum of a linear of the input and one of the state."""
@@ -399,3 +411,53 @@ def one_more_than_a_linear(x: Any, w: Any, v: Any) -> Any:
 def functions_of_two_inputs(x: Any, y: Any, w: Any, v: Any) -> Any:
     """GMU, MUTAN."""
     return torch.tanh(F.linear(x, w)) * torch.sigmoid(F.linear(y, v))
+
+
+TWO = (X, "frozen 128x64", "frozen 128x64")
+
+
+@form(*TWO, reasons=("", "used-elsewhere"))
+def glu_of_two_beside_each_other(x: Any, w: Any, v: Any) -> Any:
+    """The gated linear units of time series."""
+    return F.glu(torch.cat((F.linear(x, w), F.linear(x, v)), dim=-1), dim=-1)
+
+
+@form(*TWO, reasons=("", "used-elsewhere"))
+def two_beside_each_other(x: Any, w: Any, v: Any) -> Any:
+    gate, up = torch.cat((F.linear(x, w), F.linear(x, v)), dim=-1).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@form(*TWO, reasons=("", "used-elsewhere"))
+def two_in_a_stack(x: Any, w: Any, v: Any) -> Any:
+    gate, up = torch.stack((F.linear(x, w), F.linear(x, v)), dim=-2).unbind(-2)
+    return F.silu(gate) * up
+
+
+@form(*TWO, reasons=("unsupported function", "unsupported function"))
+def two_beside_each_other_with_another_function(x: Any, w: Any, v: Any) -> Any:
+    h = torch.cat((F.linear(x, w), F.linear(x, v)), dim=-1)
+    return F.mish(h[..., :128]) * h[..., 128:]
+
+
+@form(*TWO, silent="gated_mlp")
+def columns_of_both(x: Any, w: Any, v: Any) -> Any:
+    """One column of the second linear is in the gate."""
+    h = torch.cat((F.linear(x, w), F.linear(x, v)), dim=-1)
+    return F.silu(h[..., 1:129]) * h[..., :128]
+
+
+@form(*TWO, silent="gated_mlp")
+def glu_of_tokens(x: Any, w: Any, v: Any) -> Any:
+    return F.glu(torch.cat((F.linear(x, w), F.linear(x, v)), dim=-1), dim=1)
+
+
+@form(*TWO, reasons=("used-elsewhere", "used-elsewhere"))
+def two_beside_each_other_and_returned(x: Any, w: Any, v: Any) -> Any:
+    h = torch.cat((F.linear(x, w), F.linear(x, v)), dim=-1)
+    return F.silu(h[..., :128]) * h[..., 128:], h
+
+
+@form((2, 48, 32), (2, 48, 32), "frozen 128x32", "frozen 128x32", left=(2, 2), reasons=("inputs", "inputs"))
+def glu_of_two_inputs(x: Any, y: Any, w: Any, v: Any) -> Any:
+    return F.glu(torch.cat((F.linear(x, w), F.linear(y, v)), dim=-1), dim=-1)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .form import QKV, form, heads, merged
+from .form import QKV, form, heads, merged, scored
 
 einsum = torch.einsum
 
@@ -140,3 +140,22 @@ def layers_of_torch(net: Any, x: Any) -> Any:
     """A weight that nobody reads: the second result is dropped."""
     out, _ = net.attn(x, x, x)
     return out
+
+
+@form(*((2, 2, 4, 8),) * 3, fused=0, reasons=("chunks of a sliding window",))
+def window_of_chunks(q: Any, k: Any, v: Any) -> Any:
+    """Longformer's: the scores of chunks are written into a new tensor."""
+    scores = scored(q, k)
+    window = scores.new_full((2, 2, 4, 8), -1e9)
+    window[:, :, :, 4:] = scores
+    window[:, 1, :, :4] = scored(q[:, 1], k[:, 0])
+    before = F.pad(v, (0, 0, 0, 0, 1, 0))[:, :2]
+    return window.softmax(-1) @ torch.cat((before, v), 2)
+
+
+@form(*QKV, (2, 9, 9), fused=0, reasons=("overwritten",))
+def scores_of_one_head_replaced(q: Any, k: Any, v: Any, other: Any) -> Any:
+    """The others are a product's."""
+    scores = scored(q, k).clone()
+    scores[:, 0] = other
+    return scores.softmax(-1) @ v

@@ -110,3 +110,64 @@ def attention_to_few_tokens(x: Any, context: Any, w: Any, v: Any) -> Any:
 @form(X, "frozen 64x64", (8, 64), (64, 8), reasons=("by a tensor", "used-elsewhere"))
 def factor_that_is_computed_of_a_mask(x: Any, w: Any, a: Any, b: Any) -> Any:
     return F.linear(x, w) + F.linear(F.linear(x, a), b) * x.masked_fill(x > 1, 0.5).cos()
+
+
+@form(X, "frozen 64x64", (8, 64), (8,), (64, 8), (64,), left=(2, 2), reasons=("has a bias", "has a bias"))
+def bottleneck_with_biases(x: Any, w: Any, a: Any, c: Any, b: Any, d: Any) -> Any:
+    """Houlsby's, behind a linear."""
+    h = F.linear(x, w)
+    return h + F.linear(F.gelu(F.linear(h, a, c)), b, d)
+
+
+@form(X, "frozen 64x64", (8, 64), (8,), (64, 8), (64,), left=(2, 2), silent="lora")
+def bottleneck_that_is_added_to_nothing(x: Any, w: Any, a: Any, c: Any, b: Any, d: Any) -> Any:
+    return F.linear(F.gelu(F.linear(F.linear(x, w), a, c)), b, d)
+
+
+@form(X, "frozen 64x64", (8, 64), (8,), (64, 8), left=(1, 1))
+def bottleneck_to_which_a_bias_is_added(x: Any, w: Any, a: Any, c: Any, b: Any) -> Any:
+    """What is between both products stays as it is."""
+    h = F.linear(x, w)
+    return h + F.linear(F.gelu(F.linear(h, a) + c), b)
+
+
+#: A linear on 64 columns, and a matrix for each block of 8 of them.
+BLOCKS = (X, "frozen 64x64", (8, 8), (8, 8))
+
+
+@form(*BLOCKS, left=(3, 3), reasons=("LoKr", "LoKr"))
+def kronecker_product_of_two(x: Any, w: Any, c: Any, d: Any) -> Any:
+    """LyCORIS without the weight: one matrix mixes the columns of a block, the other one the blocks."""
+    inner = F.linear(x.view(2, 24, 8, 8), d)
+    return F.linear(x, w) + F.linear(inner.mT, c).mT.reshape(2, 24, 64) * 0.5
+
+
+@form(*BLOCKS[:3], left=(2, 2), reasons=("MoRA", "MoRA"))
+def blocks_in_rotation(x: Any, w: Any, m: Any) -> Any:
+    """MoRA, where each block is rotated by its place."""
+    h, angle = x.view(2, 24, 8, 8), torch.arange(8.0)[:, None].expand(8, 8)
+    turned = h * angle.cos().to(x.dtype) + h.roll(4, -1) * angle.sin().to(x.dtype)
+    return F.linear(x, w) + F.linear(turned, m).flatten(2)
+
+
+@form(X, X, "frozen 64x64", "frozen 8x8", left=(2, 2), silent="lora")
+def blocks_of_another_input(x: Any, y: Any, w: Any, m: Any) -> Any:
+    """Heads with one matrix for all of them, which read something else."""
+    return F.linear(x, w) + F.linear(y.view(2, 24, 8, 8), m).flatten(2)
+
+
+#: Images, a convolution, and both matrices of an adapter of its channels.
+IMAGES = ((2, 16, 6, 6), (16, 16, 3, 3), (4, 16, 1, 1), (16, 4, 1, 1))
+
+
+@form(*IMAGES, reasons=("belongs to a convolution", "belongs to a convolution"))
+def convolution_with_a_bottleneck(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """As vision models are adapted: a function is between both."""
+    return F.conv2d(x, w, padding=1) + F.conv2d(F.gelu(F.conv2d(x, a)), b) * 0.1
+
+
+@form(*IMAGES, silent="lora")
+def bottleneck_beside_an_image(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """Attention of channels reads two convolutions."""
+    h = F.conv2d(x, w, padding=1)
+    return x + F.conv2d(F.relu(F.conv2d(h, a)) * F.conv2d(x, a), b)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .form import form, heads, linears, named
+from .form import QKV, form, heads, linears, named, scored
 
 einsum = torch.einsum
 
@@ -214,3 +214,12 @@ def graphormer_bias(net: Any, x: Any, sp: Any, ef: Any) -> Any:
     a = a + gb
     a = torch.softmax(a, dim=3)
     return a.matmul(v).transpose(1, 2).contiguous().view(B, -1, 32)
+
+
+@form(*QKV, (2, 4, 9, 9), lambda: torch.eye(9, dtype=torch.bool).roll(1, 0) | torch.eye(9, dtype=torch.bool),
+      fused=0, reasons=("in-between", "in-between"))  # fmt: skip
+def edges_and_all_other_pairs(q: Any, k: Any, v: Any, e: Any, edges: Any) -> Any:
+    """SAN: two softmaxes read the scores, and what is said of one has the code of the other's reason."""
+    s = scored(q, k)
+    known, others = s.masked_fill(~edges, -1e9), (s * e).masked_fill(edges, -1e9)
+    return (known.softmax(-1) @ v + others.softmax(-1) @ v) * 0.5

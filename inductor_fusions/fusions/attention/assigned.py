@@ -16,13 +16,17 @@ from torch import fx
 from ..._inductor import known_true
 from ...effects.inplace import arguments
 from ...effects.liveness import readers
+from ...fusion import Rejected
 from ...graph.dims import bounds, per_dim
-from ...graph.torch_ops import concrete, read, tensor
+from ...graph.torch_ops import VIEWS, concrete, read, tensor
 from ...operands import same_shape
 from ...reasons import Reason
 from .arrangement import Arrangement
 from .normal_form import Below, Term
 from .operands import Operand
+
+#: Tensors of one number.
+_NEW = frozenset("zeros zeros_like new_zeros empty empty_like new_empty full full_like new_full".split())
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,20 @@ def _places(index: Any, shape: Sequence[Any]) -> tuple[tuple[Any, Any], ...] | N
         if not known_true(start >= 0) or not known_true(start < stop) or not known_true(stop <= size):
             return None
     return places
+
+
+def unread(writer: fx.Node, scores: fx.Node) -> Rejected:
+    """Why a node that writes to scores cannot be read, where it is no condition and no box."""
+    op = read(scores)
+    while op is not None and op.name in VIEWS:
+        op = read(op.input)
+    if op is None or op.name not in _NEW:
+        return Reason.OVERWRITTEN.rejected(f"{writer.name} overwrites the scores")
+    return Reason.IN_BETWEEN.rejected(
+        f"{writer.name} writes scores into a new tensor, as where the chunks of a sliding window are put "
+        "together (Longformer)",
+        "a mask of the window on the scores of all pairs",
+    )
 
 
 def writes_into(writer: fx.Node, node: fx.Node) -> bool:

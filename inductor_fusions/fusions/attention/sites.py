@@ -18,7 +18,7 @@ from ...effects.liveness import erase_dead_readers, is_pure
 from ...fusion import Candidate, Rejected, Reported
 from ...graph import torch_ops
 from ...operands import check_kind, text
-from ...reasons import Reason
+from ...reasons import Reason, like
 from . import emit, kernels, savings, structure
 from .canonical import canonicalise, own_heads
 from .decode import plan as decode
@@ -111,7 +111,8 @@ class HandWritten(Candidate):
         try:
             HandWritten(self.scope, softmax, (*self.beside, self.anchor)).guard()
         except Rejected as miss:
-            raise type(miss)(f"another softmax also reads the scores: {miss.reason}", miss.hint) from None
+            said = like(miss.reason, f"another softmax also reads the scores: {miss.reason}")
+            raise type(miss)(said, miss.hint) from None
 
     def _computed_ahead(self, site: Attention) -> list[fx.Node]:
         """What computes values of later products behind the first one, and may as well be in front of it."""

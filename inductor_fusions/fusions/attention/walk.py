@@ -23,7 +23,7 @@ from ...operands import same_shape
 from ...reasons import Reason
 from . import einsum
 from .arrangement import NOT_OVER_KEYS, Arrangement, Misplaced, is_view, permuted
-from .assigned import Reading, condition, region, writes_into
+from .assigned import Reading, condition, region, unread, writes_into
 from .masks import Interpreter, is_fill, may_hide_rows
 from .no_product import (
     ELEMENTWISE,
@@ -126,7 +126,7 @@ class Walk:
             )
         part = region(writer, node) if masked is None else None
         if masked is None and part is None:
-            raise Reason.OVERWRITTEN.rejected(f"{writer.name} overwrites the scores")
+            raise unread(writer, node)
         if part is None or part.is_number:
             mask, value = masked or (None, part and part.written)
             number = self._lowest(value, factor)

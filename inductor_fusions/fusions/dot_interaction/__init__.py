@@ -31,6 +31,10 @@ from .triangles import triangle
 __all__ = ["FUSION"]
 
 
+#: Inductor computes a concatenation of so few tensors where it is read; of more it is in memory.
+_MOST_INLINE = 8
+
+
 def _other_pairs(read: fx.Node, how: str) -> Candidate:
     """Products of features that are read in a way for which there is no kernel."""
     hint = "" if how in unsupported.WITHOUT_HINT else "z[:, i, j] with vectors of indices"
@@ -48,11 +52,11 @@ class DotInteraction(Candidate):
         self.note = ""
 
     def describe(self) -> dict[str, str]:
-        found = {"features": text(tensor(self.site.t))}
+        found = {"features": text(self.site.features)}
         return found if self.site.dense is None else {**found, "dense": text(tensor(self.site.dense))}
 
     def savings(self) -> dict[str, int]:
-        t = value(self.site.t)
+        t = self.site.features
         samples, features, _ = t.shape
         if not isinstance(samples, int):
             return {}
@@ -61,8 +65,8 @@ class DotInteraction(Candidate):
 
     def guard(self) -> None:
         site = self.site
-        t, pairs, out = tensor(site.t), tensor(site.pairs), tensor(site.last)
-        assert t is not None and pairs is not None and out is not None
+        t, pairs, out = site.features, tensor(site.pairs), tensor(site.last)
+        assert pairs is not None and out is not None
         check_kind(t, out)
         inside = {*site.between, site.pairs}
         if any(reader not in inside for node in site.between for reader in readers(node)):
@@ -80,7 +84,8 @@ class DotInteraction(Candidate):
         self.triangle = triangle(site.indices, int(t.shape[1]))
         if self.triangle is None and not takes(pairs.shape[1]):
             raise Reason.LIMIT.rejected("the number of pairs is symbolic, or too large for one thread block")
-        self.scope.check_replaced(site.sources, site.last, "the features and the pairs", [site.t])
+        saved = [site.t] if isinstance(site.t, fx.Node) else []
+        self.scope.check_replaced(site.sources, site.last, "the features and the pairs", saved)
         check_kernel(t)
         if config.policy == "profitable":
             kind = "triangle" if self.triangle is not None else "given"
@@ -91,7 +96,9 @@ class DotInteraction(Candidate):
         # Its shape, dtype, and whether it takes a gradient, are those of what it replaces.
         build, t = Builder(site.last, self.anchor), site.t
         assert out is not None
-        if site.gathers and out.requires_grad:  # eager keeps what is gathered instead
+        if not isinstance(t, fx.Node):
+            t = build.call(torch.stack if value(t[0]).dim() == 2 else torch.cat, list(t), 1)
+        elif site.gathers and out.requires_grad:  # eager keeps what is gathered instead
             t = Keeping(self.scope.graph).kept(t, site.last)
         out = out.squeeze(-1) if site.kept else out
         pairs = (self._cells(), False, False) if self.triangle is None else (None, *self.triangle)
@@ -104,7 +111,7 @@ class DotInteraction(Candidate):
 
     def _cells(self) -> fx.Node:
         """The cells of the pairs in the matrix of products: gathered from all, which checks the indices."""
-        t = value(self.site.t)
+        t = self.site.features
         features = t.shape[1]
         build = Builder(self.site.last, self.anchor)
         cells = build.call(torch.arange, features * features, device=t.device)
@@ -137,6 +144,10 @@ def measured(t: torch.Tensor, site: InteractionSite, pairs: str) -> tuple[str, l
     samples, features, width = t.shape
     if not isinstance(samples, int):
         raise Reason.SYMBOLIC.left_to_stock("the number of samples is symbolic")
+    if not isinstance(site.t, fx.Node) and len(site.indices[0]) <= _MOST_INLINE:
+        raise Reason.NOT_MEASURED.left_to_stock(
+            "the features of a few pairs are tensors of their own, which stock reads where they are"
+        )
     wanted = {
         "dtype": tables.dtype_name(t.dtype), "train": t.requires_grad, "features": features, "width": width,
         "dense": site.dense is not None, "samples": samples, "pairs": pairs,

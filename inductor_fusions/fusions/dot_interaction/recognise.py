@@ -4,10 +4,10 @@
     torch.cat([dense, z[:, i, j]], dim=1)
 
 Other forms: `z.flatten(1)[:, k]` and `gather`; rows `z[:, i, :i]` or elements that `cat` or `stack`
-concatenates; z times a number; `(t[:, i] * t[:, j]).sum(-1)`, also of features that `split` takes apart and
-`cat` or `stack` concatenates. If the graph has the pairs as numbers, or by `tril_indices` and `triu_indices`,
-and they are a triangle, it has a kernel of its own. Contents of buffers and inputs are never read: the kernel
-takes the tensor.
+concatenates; z times a number; `(t[:, i] * t[:, j]).sum(-1)`, also of features that `split` takes apart, or
+that are tensors of their own, and that `cat` or `stack` concatenates. If the graph has the pairs as numbers,
+or by `tril_indices` and `triu_indices`, and they are a triangle, it has a kernel of its own. Contents of
+buffers and inputs are never read: the kernel takes the tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...fusion import Rejected
 from ...graph.dims import WHOLE, Selection, is_over_last, permuted_by, selection
 from ...graph.einsum import equation
 from ...graph.torch_ops import Op, concrete, read, scaled_by
-from ...operands import tensor
+from ...operands import tensor, value
 
 #: Views that may give all products as one row of each sample.
 FLATTENS = ("flatten", "reshape", "view")
@@ -40,7 +40,8 @@ class InteractionSite:
 
     Attributes:
         pairs: z[:, i, j], or what gives the same.
-        t: the features, (samples, features, width).
+        t: the features, (samples, features, width); or one tensor for each of them, without their dim or with
+            one of size 1.
         between: what is computed on the way, in order: z and its view; or both gathers and their product.
         indices: i and j, or the cells of z in a row, as they are in the graph.
         cat: the concatenation that reads the pairs behind `dense`, or None.
@@ -50,13 +51,18 @@ class InteractionSite:
     """
 
     pairs: fx.Node
-    t: fx.Node
+    t: fx.Node | tuple[fx.Node, ...]
     between: tuple[fx.Node, ...]
     indices: tuple[Any, ...]
     cat: fx.Node | None
     dense: fx.Node | None
     kept: bool = False
     scales: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def features(self) -> torch.Tensor:
+        """All features, (samples, features, width)."""
+        return value(self.t) if isinstance(self.t, fx.Node) else put_beside([value(each) for each in self.t])
 
     @property
     def gathers(self) -> bool:
@@ -196,22 +202,53 @@ def _cells(taken: Selection) -> list[tuple[int, int]] | None:
     return [(i, j) for i in rows for j in columns]
 
 
-def _of_sum(op: Op) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any, ...]] | None:
-    """Read (t[:, i] * t[:, j]).sum(-1): the features t, the nodes between, and (i, j)."""
+def put_beside(features: list[torch.Tensor]) -> torch.Tensor:
+    """Tensors of one feature each as one."""
+    return torch.stack(features, 1) if features[0].dim() == 2 else torch.cat(features, 1)
+
+
+#: The features, the nodes between them and the pairs, and (i, j).
+_Pairs = tuple[fx.Node | tuple[fx.Node, ...], tuple[fx.Node, ...], tuple[Any, ...]]
+
+
+def _of_sum(op: Op) -> _Pairs | None:
+    """Read (t[:, i] * t[:, j]).sum(-1)."""
     product, *_ = op.only("input", "dim", "keepdim")
     by = read(product)
     if by is None or by.name != "mul" or not is_over_last(op):
         return None
     sides = by.only("input", "other")
-    (left, i), (right, j) = (gathered(side) or (None, None) for side in sides)
-    value = tensor(product)
-    if left is None or left is not right or value is None or value.dim() != 3:
+    made = tensor(product)
+    return _of_sides(sides, (*sides, product)) if made is not None and made.dim() == 3 else None
+
+
+def _of_sides(sides: tuple[Any, ...], between: tuple[fx.Node, ...]) -> _Pairs | None:
+    """Read both features of each pair: rows of one tensor, or tensors of their own beside each other."""
+    (left, i), (right, j) = (gathered(side) or (None, []) for side in sides)
+    if left is not None or right is not None:
+        return (left, between, (i, j)) if left is not None and left is right else None
+    first, second = (list(features_of(side)) for side in sides)
+    features = list(dict.fromkeys((*first, *second)))
+    if len(first) != len(second) or len(features) >= len(first):  # such as norms of all
         return None
-    return left, (*sides, product), (i, j)
+    return tuple(features), between, ([features.index(x) for x in first], [features.index(x) for x in second])
 
 
-def _of_pairs(op: Op) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any, ...]] | None:
-    """Read the einsum "bpd,bpd->bp" of t[:, i] and t[:, j], with the result of `_of_sum`."""
+def features_of(node: Any) -> tuple[fx.Node, ...]:
+    """The tensors of one feature each that a node puts beside each other; () of another node."""
+    op, whole = read(node), tensor(node)
+    parts, dim = op.only("tensors", "dim") if op is not None and op.name in ("cat", "stack") else ((), None)
+    held = [tensor(part) for part in parts] if isinstance(parts, (list, tuple)) else []
+    if not held or whole is None or whole.dim() != 3 or dim not in (1, -2):
+        return ()
+    for t in held:
+        if t is None or t.dtype != whole.dtype or (t.dim() == 3 and not known_true(t.shape[1] == 1)):
+            return ()
+    return tuple(parts)
+
+
+def _of_pairs(op: Op) -> _Pairs | None:
+    """Read the einsum "bpd,bpd->bp" of t[:, i] and t[:, j]."""
     try:
         found = equation(op)
     except Rejected:
@@ -219,8 +256,7 @@ def _of_pairs(op: Op) -> tuple[fx.Node, tuple[fx.Node, ...], tuple[Any, ...]] | 
     if len(found.first) != 3 or found.first != found.second or found.result != found.first[:2]:
         return None
     sides = found.left, found.right
-    (left, i), (right, j) = (gathered(side) or (None, None) for side in sides)
-    return None if left is None or left is not right else (left, sides, (i, j))
+    return _of_sides(sides, sides)
 
 
 def is_flattened(node: fx.Node) -> bool:
@@ -297,8 +333,8 @@ def squared(z: fx.Node) -> fx.Node | None:
     if op is None or op.name not in ("bmm", "matmul"):
         return _of_einsum(op) if op is not None and op.name == "einsum" else None
     first, second = op.only("input", "other")
-    value = tensor(first)
-    if value is None or value.dim() != 3:
+    held = tensor(first)
+    if held is None or held.dim() != 3:
         return None
     turned = [0, 2, 1]
     return first if permuted_by(second, turned) is first or permuted_by(first, turned) is second else None

@@ -14,7 +14,7 @@ from ...graph.dims import WHOLE, is_over_last, is_transposed, permuted_by, selec
 from ...graph.einsum import equation
 from ...graph.torch_ops import CASTS, PRODUCTS, VIEWS, Op, read
 from ...operands import tensor
-from .recognise import FLATTENS, gathered, is_index, is_row, squared
+from .recognise import FLATTENS, features_of, gathered, is_index, is_row, squared
 
 BY_MATRICES = "features are multiplied through matrices"
 CORRELATED = "all correlations of features over the samples are read"
@@ -22,6 +22,7 @@ OF_FIELDS = "each field has features of its own for each other field (field-awar
 WEIGHTED = "pairs are multiplied by weights of each element before the sum (a kernel of a product network)"
 UNSUMMED = "pairs are multiplied without a sum"
 LARGEST = "the largest product of each vector is read (late interaction)"
+ONE_BY_ONE = "pairs are multiplied one by one"
 #: Of these no other form is supported.
 WITHOUT_HINT = frozenset({BY_MATRICES, CORRELATED, OF_FIELDS, WEIGHTED, UNSUMMED, LARGEST})
 _RETURNED = "the graph returns all products, as where a boolean mask, which ends it, selects"
@@ -51,7 +52,7 @@ def how(node: fx.Node) -> str:
             return WEIGHTED
         if _begins_fields(node):
             return OF_FIELDS
-        return "pairs are multiplied one by one" if _begins_loop(node) else ""
+        return ONE_BY_ONE if _begins_loop(node) else ""
     if op.name in ("max", "amax"):
         return _of_largest(op)
     if op.name in ("tril", "triu"):
@@ -60,6 +61,10 @@ def how(node: fx.Node) -> str:
     if op.name in ("stack", "cat"):
         parts = op["tensors"]
         several = isinstance(parts, (list, tuple)) and len(parts) >= 3
+        if several and (how := _of_loop(parts)):
+            return how
+        if _begins_unsummed(node):
+            return UNSUMMED
         return OF_FIELDS if several and all(map(_of_fields, parts)) else ""
     if op.name in ("getitem", "index_select") and _begins_products(node):
         return BY_MATRICES
@@ -198,13 +203,16 @@ def _begins_products(node: fx.Node) -> bool:
 
 def _begins_unsummed(node: fx.Node) -> bool:
     """Whether a node takes the features that others multiply one by one, and no sum follows (AFM)."""
-    t = gathered(node)
-    for product in readers(node) if t is not None else ():
+    t, own = gathered(node), features_of(node)
+    for product in readers(node) if t is not None or own else ():
         op = read(product)
-        if op is None or op.name != "mul" or op.input is not node or t is None:
+        if op is None or op.name != "mul" or op.input is not node:
             continue
         other = gathered(op["other"])
-        if other is not None and other[0] is t[0] and other[1] is not t[1]:
+        if t is not None and other is not None and other[0] is t[0] and other[1] is not t[1]:
+            return not _is_summed(product)
+        others = features_of(op["other"])
+        if t is None and others != own and len(others) == len(own) and set(others) & set(own):
             return not _is_summed(product)
     return False
 
@@ -238,6 +246,26 @@ def _begins_loop(node: fx.Node) -> bool:
             if len(set(loop)) >= 3:
                 return True
     return False
+
+
+def _of_loop(parts: Any) -> str:
+    """How pairs are read, where nodes are products of two tensors of one feature each, of which several read
+    one: dot products, or elements behind one linear.
+    """
+    features, hows = set[Any](), set[str]()
+    for op in map(read, parts):
+        summed = op is not None and op.name == "sum" and is_over_last(op)
+        by = read(op.input) if op is not None and summed else op
+        sides = [] if by is None or by.name != "mul" else [by.input, by["other"]]
+        if len({str(held.shape) for side in sides if (held := tensor(side)) is not None}) != 1:
+            return ""
+        linears = [made for side in sides if (made := read(side)) is not None and made.name in PRODUCTS]
+        own = {linears[0].input if linears and side is linears[0].node else side for side in sides}
+        if len(own) != 2 or any(_feature(side) is not None for side in own):
+            return ""
+        features |= own
+        hows.add(BY_MATRICES if linears else ONE_BY_ONE if summed else "")
+    return hows.pop() if len(hows) == 1 and len(features) < 2 * len(parts) else ""
 
 
 def _is_weighted(product: Any) -> bool:

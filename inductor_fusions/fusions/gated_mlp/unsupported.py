@@ -13,6 +13,7 @@ from torch import fx
 from ..._inductor import hint
 from ...block_mm.columns import Columns, columns, is_apart
 from ...block_mm.expressions import NONLINEAR, Expressions, named
+from ...graph.concatenation import taken_apart
 from ...graph.products import (
     CASTS,
     RESHAPES,
@@ -32,7 +33,9 @@ aten = torch.ops.aten
 
 #: Operations between a linear and the product with another one, at most.
 MOST_STEPS = 32
-CONVOLUTION = Reason.NO_MATRIX("gate and up are convolutions, or channels of one; only linears are fused")
+CONVOLUTION = Reason.NO_MATRIX(
+    "gate and up are convolutions, channels of one, or sums of these; only linears are fused"
+)
 _OF_LINEARS = Reason.LIMIT(
     "the gate, or what it multiplies, is a sum of linears (as in a cell of an LSTM or a GRU), and the kernel "
     "supports one linear each"
@@ -95,8 +98,9 @@ def other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], 
     if len(pair) < 2:
         return None
     known = [named(expressions.of(argument), end) for argument, end in zip(root.args, ends, strict=True)]
-    if any(map(_summed, ends)):
-        return (pair, _OF_LINEARS) if share_input(*ends) else None
+    if terms := [term for end in ends for term in _summed(end)]:
+        of_channels = any(term.target in _CONVOLUTION for term in terms)
+        return (pair, CONVOLUTION if of_channels else _OF_LINEARS) if share_input(*ends) else None
     if not share_input(*ends):
         shapes = [value(argument).shape for argument in root.all_input_nodes]
         plain = not any(side.mixed for side in sides)
@@ -153,6 +157,8 @@ def _side(argument: Any) -> _Side | None:
             waiting.append(node.args[0])
         elif _summed(node):
             side.ends.add(node)
+        elif (whole := taken_apart(node)) is not None:
+            waiting.append(whole)
         elif is_pointwise(node):
             if node.target not in CASTS:
                 side.names.add(str(node.target).split(".")[1])
@@ -175,14 +181,15 @@ def _is_read(part: fx.Node) -> bool:
 
 
 def _summed(node: fx.Node) -> list[fx.Node]:
-    """The two linears whose sum a node is, or has a part of."""
+    """The two linears or convolutions whose sum a node is, or has a part of."""
     source: Any = node
     while isinstance(source, fx.Node) and source.target in VIEWS | _PARTS:
         source = source.args[0]
     if not isinstance(source, fx.Node) or source.target is not aten.add.Tensor:
         return []
     terms = [through(x, RESHAPES | CASTS) for x in source.args if isinstance(x, fx.Node)]
-    return terms if len(terms) == 2 and all(product(term) or columns(term) for term in terms) else []
+    known = [product(term) or columns(term) or term.target in _CONVOLUTION for term in terms]
+    return terms if len(terms) == 2 and all(known) else []
 
 
 def _is_of(node: fx.Node, other: fx.Node) -> bool:

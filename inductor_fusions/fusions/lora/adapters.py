@@ -211,13 +211,19 @@ def adapter_of(node: fx.Node) -> Adapter | None:
     return Adapter(up, down, scale, factor) if narrow else _around_function(up)
 
 
-def down_projection(node: fx.Node) -> Product | None:
-    """The product without a bias that a node is, with its padding or masks."""
+def down_projection(node: fx.Node, biased: bool = False) -> Product | None:
+    """The product without a bias, or with one, that a node is, with its padding or masks."""
     down = product(node) or _of_padded_columns(node) or narrow_product(node)
-    return down if down is not None and down.bias is None else None
+    return down if down is not None and (down.bias is not None) is biased else None
 
 
-def _around_function(up: Product) -> Adapter | None:
+def with_bias(up: Product) -> Adapter | None:
+    """What would be an adapter, had A no bias."""
+    found = _around_function(up, True)
+    return found if found is not None and value(found.down.bias).dim() == 1 else None
+
+
+def _around_function(up: Product, biased: bool = False) -> Adapter | None:
     """An adapter with a function between A and B, whose computation stays as it is."""
     if not is_floating(up.a):
         return None
@@ -232,7 +238,7 @@ def _around_function(up: Product) -> Adapter | None:
         if node in seen:
             continue
         seen.add(node)
-        found = down_projection(node) if str(value(node).numel()) == size else None
+        found = down_projection(node, biased) if str(value(node).numel()) == size else None
         if found is not None and down is None:
             down = found
         elif found is not None or len(seen) > _MOST_BETWEEN:

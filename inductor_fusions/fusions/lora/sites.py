@@ -19,7 +19,16 @@ from ...graph.placement import Place, earliest, find
 from ...graph.products import PRODUCTS, Product, operands_of, products_of, scaled
 from ...operands import tokens_of, value
 from ...reasons import Reason
-from . import accumulate_sites, downs, gather, gradients, profit, round_trips, unsupported
+from . import (
+    accumulate_sites,
+    downs,
+    gather,
+    gradients,
+    profit,
+    round_trips,
+    unsupported,
+    unsupported_products,
+)
 from .adapters import Adapter, source, unrounded
 from .checks import check_adapter, check_shapes
 from .emitter import Emitter
@@ -45,7 +54,7 @@ def candidates(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     yield from units.candidates(graph)
     yield from unsupported.candidates([node for node in nodes if node.target in unsupported.BASES])
     products = products_of(node for node in nodes if node.target in PRODUCTS)
-    yield from unsupported.wide(products)
+    yield from unsupported_products.candidates(products)
     found = linears(products)
     sums = read_sums(found)
     found = without(found, sums)

@@ -15,8 +15,6 @@ from ...fusion import Candidate, LeftToStock, Reported
 from ...graph.products import (
     CASTS,
     RESHAPES,
-    Product,
-    added_matrix,
     additions_behind,
     batched_linear,
     identity,
@@ -30,7 +28,7 @@ from ...graph.products import (
 )
 from ...operands import tensor, value
 from ...reasons import Reason
-from .adapters import MOST_RANK, is_low_rank, source, step
+from .adapters import MOST_RANK, is_low_rank, step
 
 aten = torch.ops.aten
 
@@ -88,7 +86,7 @@ def candidates(bases: Sequence[fx.Node]) -> Iterator[Candidate]:
         if said:
             yield Reported(node, LeftToStock(said), {"adapter": guards.text(node)})
     for node in _sums_of(bases):
-        terms = [_core(term) for term, _ in summands(node)]
+        terms = [core_of(term) for term, _ in summands(node)]
         if len(terms) != 2:
             continue
         for base, up in (terms, terms[::-1]):
@@ -97,37 +95,6 @@ def candidates(bases: Sequence[fx.Node]) -> Iterator[Candidate]:
                 details = {"base": guards.text(base), "adapter": guards.text(up)}
                 yield Reported(node, LeftToStock(reason), details)
                 break
-
-
-def wide(products: Sequence[Product]) -> Iterator[Candidate]:
-    """Every adapter whose rank is above that of the kernels, and which is added to a linear on its input."""
-    for up in products:
-        down = product(_core(up.a))
-        sizes = () if down is None else (down.inner, value(up.node).shape[1])
-        if down is None or not _is_wide(up.inner, *sizes):
-            continue
-        key, sums = identity(source(down.a).base), additions_behind([up.node])
-        others = (found for found in _products_in(sums[-1] if sums else None) if found.node is not up.node)
-        if any(identity(source(found.a).base) == key for found in others):
-            said = Reason.LIMIT(f"the adapter has rank {up.inner}, and the kernels support {MOST_RANK}")
-            yield Reported(sums[-1], LeftToStock(said), {"adapter": guards.text(up.node)})
-
-
-def _is_wide(rank: Any, *sizes: Any) -> bool:
-    """Whether a size would be the rank of an adapter between these sizes, were it not too large."""
-    known = all(isinstance(size, int) for size in (rank, *sizes))
-    return known and rank > MOST_RANK and all(2 * rank <= size for size in sizes)
-
-
-def _products_in(node: Any) -> Iterator[Product]:
-    """The products that a sum adds up."""
-    if not isinstance(node, fx.Node):
-        return
-    if (found := product(node)) is not None:
-        yield found
-    terms = _terms(node) if found is None else [added_matrix(found)]
-    for term in terms:
-        yield from _products_in(_turned(_core(term)))
 
 
 def _of_up(up: fx.Node) -> str:
@@ -146,7 +113,7 @@ def _of_up(up: fx.Node) -> str:
     if up.target is aten._fft_c2r.default:
         return CIRCULANT if _is_added(up, (*_TURNED, *RESHAPES, *CASTS)) else ""
     if up.target in (aten.repeat.default, aten.expand.default):
-        found = product(_turned(up.args[0]))
+        found = product(turned(up.args[0]))
         width = 0 if found is None else value(found.node).shape[1]
         narrow = found is not None and is_low_rank(width) and known_true(found.inner == width)
         wider = found is not None and not known_true(value(up).numel() == value(found.node).numel())
@@ -154,7 +121,7 @@ def _of_up(up: fx.Node) -> str:
     weight: Any = up.args[1]
     if not _is_convolution(up) or any(size != 1 for size in value(weight).shape[2:]):
         return ""
-    found = product(_turned(up.args[0]))
+    found = product(turned(up.args[0]))
     if found is None and is_low_rank(value(weight).shape[1], value(up).shape[2]):
         return CONVOLVED if value(up).shape[0] == 1 and _is_weight(up) else ""
     if found is None or found.inner < 2 * value(found.node).shape[1]:
@@ -168,7 +135,7 @@ def _narrow(up: fx.Node) -> tuple[Any, tuple[Any, Any, Any]]:
     It is the left one, unless only the right one is a product: the samples may be columns.
     """
     left, right = _batch_operands(up)
-    first, second = _turned(_core(left)), _turned(_core(right))
+    first, second = turned(core_of(left)), turned(core_of(right))
     count, rows, columns = value(up).shape
     is_right = product(first) is None and getattr(first, "target", None) not in _BATCHES
     is_right = is_right and isinstance(second, fx.Node) and second.target in _BATCHES
@@ -193,14 +160,16 @@ def _is_added(node: fx.Node, passed: Sequence[Any], first: Any = None, columns: 
     ends = [user for each in waiting for user in each.users if user.target not in passed]
     own = [] if first is None else _batch_operands(first)
 
-    added = _turned(_core(node.args[0]))
+    added = turned(core_of(node.args[0]))
     if node.target is aten.baddbmm.default and _is_base(added, own, value(node).numel()):
         return True
 
     def has_base(addition: fx.Node) -> bool:
         if columns is not None and known_true(value(addition).shape[-1] == columns):
             return False
-        return first is None or any(_is_base(term, own, value(addition).numel()) for term in _terms(addition))
+        return first is None or any(
+            _is_base(term, own, value(addition).numel()) for term in terms_of(addition)
+        )
 
     return any(_adds_product(each) and has_base(each) for each in additions_behind([node, *ends]))
 
@@ -211,9 +180,9 @@ def _rotates(node: fx.Node) -> bool:
     The blocks are no activations: a linear attention looks the same otherwise.
     """
     x, blocks = _batch_operands(node)
-    source = _turned(x)
+    source = turned(x)
     while isinstance(source, fx.Node) and source.target in _BATCHES:  # which is rotated before (BOFT)
-        source = _turned(_batch_operands(source)[0])
+        source = turned(_batch_operands(source)[0])
     _, rank, columns = value(blocks).shape
     width = value(source).shape[-1] if tensor(source) is not None and value(source).dim() else 0
     sizes = all(isinstance(size, int) for size in (rank, columns, width))
@@ -239,14 +208,14 @@ def _is_computed(matrices: fx.Node) -> bool:
 
 def _adds_product(node: fx.Node) -> bool:
     """Whether both terms of an addition are products or sums. A residual is no base, nor is an attention."""
-    terms = _terms(node)
+    terms = terms_of(node)
     known = [isinstance(t, fx.Node) and (t.target in BASES or is_sum(t) or product(t)) for t in terms]
     return not terms or all(known)
 
 
-def _terms(node: fx.Node) -> list[Any]:
+def terms_of(node: fx.Node) -> list[Any]:
     """What an addition adds, behind casts, views and numeric factors."""
-    return [_turned(_core(term)) for term, _ in summands(node)]
+    return [turned(core_of(term)) for term, _ in summands(node)]
 
 
 def _is_base(term: Any, own: Sequence[fx.Node], size: Any) -> bool:
@@ -254,7 +223,7 @@ def _is_base(term: Any, own: Sequence[fx.Node], size: Any) -> bool:
     if not isinstance(term, fx.Node):
         return False
     if summands(term):
-        return any(_is_base(each, own, size) for each in _terms(term))
+        return any(_is_base(each, own, size) for each in terms_of(term))
     if term.target not in _BATCHES:
         return term.target in BASES or product(term) is not None
     sides = zip(own, _batch_operands(term), strict=False)
@@ -282,8 +251,8 @@ def _is_merged(matrices: Any) -> bool:
     """Whether the right operand of a batch of products has products of low rank in it, of weights alone."""
     if not isinstance(matrices, fx.Node) or _is_computed(matrices):
         return False
-    for term, _ in summands(_turned(_core(matrices))):
-        found = _turned(_core(term))
+    for term, _ in summands(turned(core_of(matrices))):
+        found = turned(core_of(term))
         if isinstance(found, fx.Node) and found.target in _BATCHES:
             left = _batch_operands(found)[0]
             if is_low_rank(value(left).shape[2], *value(found).shape[1:]):
@@ -291,7 +260,7 @@ def _is_merged(matrices: Any) -> bool:
     return False
 
 
-def _turned(node: Any) -> Any:
+def turned(node: Any) -> Any:
     """The node that a node permutes, reshapes and splits."""
     while isinstance(node, fx.Node) and (node.target in _TURNED or node.target in RESHAPES):
         node = node.args[0]
@@ -314,7 +283,7 @@ def _sums_of(bases: Sequence[fx.Node]) -> list[fx.Node]:
     return sorted(found)
 
 
-def _core(node: Any) -> Any:
+def core_of(node: Any) -> Any:
     """The node that a node casts, reshapes and multiplies by numbers."""
     while isinstance(node, fx.Node) and (below := step(node)) is not None and below.kept is None:
         node = below.inner
@@ -327,7 +296,7 @@ def _reason(base: Any, up: Any) -> str:
         return ""
     p = product(up)
     if p is not None:
-        down = _core(p.a)
+        down = core_of(p.a)
         both = [batch[0] for x in (base, down) if (batch := batched_linear(x)) is not None]
         if len(both) == 2 and identity(both[0]) == identity(both[1]) and is_low_rank(value(down).shape[-1]):
             return guards.BATCHED_LINEAR
@@ -336,7 +305,7 @@ def _reason(base: Any, up: Any) -> str:
     if not _is_convolution(base) or not _is_convolution(up):
         return ""
     weight: Any = up.args[1]
-    kernel, down = value(weight).shape[2:], _core(up.args[0])
+    kernel, down = value(weight).shape[2:], _convolution_above(up.args[0])
     if (
         any(size != 1 for size in kernel)
         or not _is_convolution(down)
@@ -346,6 +315,19 @@ def _reason(base: Any, up: Any) -> str:
     inputs: list[Any] = [base.args[0], down.args[0]]
     first, second = (through(x, CASTS) for x in inputs)
     return CONVOLUTION if first is second else ""
+
+
+def _convolution_above(node: Any) -> Any:
+    """The only convolution that a node is a function of, element by element."""
+    found, waiting, seen = set[fx.Node](), [node], set[fx.Node]()
+    while waiting and len(seen) < _MOST_OF_BLOCKS:
+        each = waiting.pop()
+        if _is_convolution(each):
+            found.add(each)
+        elif each not in seen and (is_pointwise(each) or core_of(each) is not each):
+            waiting += each.all_input_nodes
+        seen.add(each)
+    return found.pop() if len(found) == 1 else None
 
 
 def _is_embedding(node: Any) -> bool:

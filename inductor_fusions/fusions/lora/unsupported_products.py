@@ -1,0 +1,110 @@
+"""Reports adapters that the kernels do not take: of a high rank, with a bias of A, of blocks of columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import fx
+
+from ..._inductor import known_true
+from ...block_mm import guards
+from ...fusion import Candidate, LeftToStock, Reported
+from ...graph.products import (
+    Product,
+    added_matrix,
+    additions_behind,
+    has_size_of,
+    identity,
+    product,
+    summands,
+)
+from ...operands import value
+from ...reasons import Reason
+from .adapters import MOST_RANK, adapter_of, is_low_rank, source, with_bias
+from .unsupported import core_of, terms_of, turned
+
+BIAS = Reason.LIMIT("A of the adapter has a bias (Houlsby et al.), which the skinny GEMM does not add")
+BLOCKS = Reason.SHAPES(
+    "one matrix multiplies each block of the columns (LoKr, MoRA), so its product has more rows than the "
+    "linear that it is added to"
+)
+#: The most nodes between the input of a linear and a product of blocks of its columns.
+_MOST_BETWEEN = 48
+
+
+def candidates(products: Sequence[Product]) -> Iterator[Candidate]:
+    """Every such adapter that is added to a linear, or to what a linear adds to."""
+    for up in products:
+        yield from _wide(up)
+        yield from _biased(up)
+        yield from _of_blocks(up)
+
+
+def _wide(up: Product) -> Iterator[Candidate]:
+    """An adapter whose rank is above that of the kernels, and which is added to a linear on its input."""
+    down = product(core_of(up.a))
+    sizes = () if down is None else (down.inner, value(up.node).shape[1])
+    if down is None or not _is_wide(up.inner, *sizes):
+        return
+    key, sums = identity(source(down.a).base), additions_behind([up.node])
+    others = (found for found in _products_in(sums[-1] if sums else None) if found.node is not up.node)
+    if any(identity(source(found.a).base) == key for found in others):
+        said = Reason.LIMIT(f"the adapter has rank {up.inner}, and the kernels support {MOST_RANK}")
+        yield Reported(sums[-1], LeftToStock(said), {"adapter": guards.text(up.node)})
+
+
+def _biased(up: Product) -> Iterator[Candidate]:
+    """An adapter whose A has a bias, and which is added to something of the size of the result."""
+    if adapter_of(up.node) is not None or not is_low_rank(value(up.a).shape[1]):
+        return
+    found = with_bias(up)
+    for top in additions_behind([up.node]) if found is not None else ():
+        others = [x for x, _ in summands(top) if has_size_of(x, top)]
+        if found is not None and (len(others) == 2 or added_matrix(product(top)) is not None):
+            names = f"{guards.text(found.down.b)} x {guards.text(up.b)}"
+            yield Reported(top, LeftToStock(BIAS), {"adapter": names})
+            return
+
+
+def _of_blocks(base: Product) -> Iterator[Candidate]:
+    """A product of blocks of the columns of a linear's input, which is added to that linear."""
+    rows, size = value(base.node).shape[0], value(base.node).numel()
+    for top in additions_behind([base.node]):
+        terms = terms_of(top)
+        others = [p for p in map(product, terms) if p is not None and p.node is not base.node]
+        if len(terms) != 2 or len(others) != 1 or base.node not in terms:
+            continue
+        up = others[0]
+        more = known_true(value(up.node).shape[0] > rows) and known_true(value(up.node).numel() == size)
+        if more and up.inner <= MOST_RANK and _is_of(up.a, source(base.a).base):
+            yield Reported(top, LeftToStock(BLOCKS), {"adapter": guards.text(up.node)})
+
+
+def _is_of(node: fx.Node, origin: fx.Node) -> bool:
+    """Whether a matrix is computed of another one, by a few operations."""
+    waiting, seen = [node], set[fx.Node]()
+    while waiting and len(seen) < _MOST_BETWEEN:
+        each = waiting.pop(0)
+        if each is origin:
+            return True
+        waiting += [] if each in seen else each.all_input_nodes
+        seen.add(each)
+    return False
+
+
+def _is_wide(rank: Any, *sizes: Any) -> bool:
+    """Whether a size would be the rank of an adapter between these sizes, were it not too large."""
+    known = all(isinstance(size, int) for size in (rank, *sizes))
+    return known and rank > MOST_RANK and all(2 * rank <= size for size in sizes)
+
+
+def _products_in(node: Any) -> Iterator[Product]:
+    """The products that a sum adds up."""
+    if not isinstance(node, fx.Node):
+        return
+    if (found := product(node)) is not None:
+        yield found
+    terms = terms_of(node) if found is None else [added_matrix(found)]
+    for term in terms:
+        yield from _products_in(turned(core_of(term)))

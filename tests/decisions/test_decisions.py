@@ -425,3 +425,18 @@ def test_gain_of_a_whole_linear_is_not_that_of_its_block_gemm(shelf: Callable[..
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------
+
+
+def test_what_is_asked_again_is_computed_once() -> None:
+    """Inside `once`, unless problems are measured; another argument is another question."""
+    seen: list[tuple[Any, ...]] = []
+
+    def find(*about: Any) -> int:
+        seen.append(about)
+        return len(seen)
+
+    with decisions.once():
+        assert [decisions.asked(find, *about) for about in ((1, "a"), (1, "a"), (2, "a"))] == [1, 1, 2]
+        with config.patch(measure=True):
+            assert decisions.asked(find, 1, "a") == 3
+    assert decisions.asked(find, 1, "a") == 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..decisions import Decision, Query, Span, configured, decide_for_all, hardware, tiles
+from ..decisions import Decision, Query, Span, asked, configured, decide_for_all, hardware, tiles
 from ..decisions.problems import SECTIONS, Row
 from ..operands import profitable
 from ..reasons import Reason
@@ -67,7 +67,7 @@ def choose(problem: Problem, device: torch.device, tokens: int | None = None) ->
     nearest = tiles(query, device, fits)
     found = nearest or configurations.default(problem, arch)
     if nearest is None or not SECTIONS["block_mm"].is_same(rows[-1], query.row):
-        found = _faster(found, problem, device)
+        found = asked(_faster, found, problem, device)
     return configured("block_mm", query.row, found, lambda: configurations.candidates(problem, arch))
 
 

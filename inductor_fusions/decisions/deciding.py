@@ -126,7 +126,7 @@ _known: ContextVar[dict[Any, Any] | None] = ContextVar("inductor_fusions_decisio
 
 @contextlib.contextmanager
 def once() -> Iterator[None]:
-    """Ask the tables once for each distinct problem inside the block, unless problems are measured."""
+    """Decide once for each distinct problem inside the block, unless problems are measured."""
     token = _known.set({})
     try:
         yield
@@ -134,14 +134,14 @@ def once() -> Iterator[None]:
         _known.reset(token)
 
 
-def _asked(find: Callable[[Query, torch.device], Found], query: Query, device: torch.device) -> Found:
-    """`find` of a problem, once for each problem inside `once`."""
+def asked(find: Callable[..., Found], *about: Any) -> Found:
+    """What `find` gives for some arguments, on which alone it depends: asked once for each inside `once`."""
     known = None if config.measure else _known.get()
     if known is None:
-        return find(query, device)
-    key = (find, repr(query), device)
+        return find(*about)
+    key = (find, repr(about))
     if key not in known:
-        known[key] = find(query, device)
+        known[key] = find(*about)
     found: Found = known[key]
     return found
 
@@ -163,7 +163,7 @@ def decide(query: Query, device: torch.device, may_measure: bool = True) -> Deci
     """
     if not all(SECTIONS[query.section].sizes(query.row)):
         raise Reason.EMPTY.rejected("an operand is empty")
-    found = _asked(_from_tables, query, device)
+    found = asked(_from_tables, query, device)
     if not may_measure or found.near <= NEAR_ENOUGH or not config.measure:
         return found
     problem = (query.section, query.row, query.candidates)
@@ -247,7 +247,7 @@ def tiles(query: Query, device: torch.device, fits: Callable[[Row], Found | None
     Args:
         fits: maps a row to its configuration for the problem, or to None if it does not fit.
     """
-    for row in _asked(_rows_with_tiles, query, device):
+    for row in asked(_rows_with_tiles, query, device):
         found = fits(row)
         if found is not None:
             return found

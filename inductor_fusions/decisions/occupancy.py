@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 #: Tiles of a GEMM's result: those of the kernels for many rows, and all that the library has.
 OWN_TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (64, 64))
 LIBRARY_TILES = (*OWN_TILES, (192, 192), (192, 128), (128, 192), (256, 192), (320, 128), (256, 64))
 #: Queries, or keys in the backward, of a thread block of SDPA's kernels.
 BLOCK = 128
+#: Keys that a thread block reads in the time of a launch, about 6 us on an H100: with head dim 64 cuDNN's
+#: takes 10 ns for each, that of efficient attention 40 ns, and 100 ns in float32
+#: (`bench/results/attention_h100.json`).
+LAUNCH_CUDNN, LAUNCH_EFFICIENT = 512, 64
 #: The share of a correction that is applied: half of it has the least error on rows that were left out.
 SHOWN = 0.5
 
@@ -47,14 +52,30 @@ def wave_quantization(rows: int, widths: tuple[int, ...], processors: int) -> fl
     return SHOWN * math.log(single / time(widths, OWN_TILES))
 
 
-def idle_multiprocessors(batch_heads: int, queries: int, keys: int, train: bool, processors: int) -> float:
-    """What attention by SDPA loses by having fewer thread blocks than the device has multiprocessors.
+def idle_multiprocessors(row: Mapping[str, Any], kernel: str, processors: int) -> float:
+    """What a kernel of SDPA loses by having fewer thread blocks than the device has multiprocessors.
 
-    The forward has one for each 128 queries of a head, the backward one for each 128 keys. The products with
-    materialised scores have one for each tile of scores.
+    The forward has one for each 128 queries of a head, which reads all keys one tile after another. The
+    backward has one for each 128 keys; those of one head take turns to add to the gradient of the same
+    queries, so that no more run at once than there are tiles of queries. With few keys a kernel takes as long
+    as its launch, however many multiprocessors are idle. The products with materialised scores have a thread
+    block for each tile of scores.
+
+    Args:
+        row: a problem of attention.
+        processors: multiprocessors of the device.
 
     Returns:
-        The logarithm of a speedup, 0 at most.
+        The logarithm of a speedup, 0 at most; 0 for kernels that are not SDPA's.
     """
-    count = batch_heads * -(-min(queries, keys if train else queries) // BLOCK)
-    return SHOWN * math.log(min(1.0, count / processors))
+    if kernel not in ("sdpa", "efficient"):
+        return 0.0
+    queries, keys, train = row["q_len"], row["kv_len"], row["train"]
+    is_cudnn = kernel == "sdpa" and row["dtype"] != "float32"
+    # The keys of a single query are split between thread blocks; with a mask not always.
+    if is_cudnn and queries == 1 and not train and row["mask"] in ("none", "causal"):
+        return 0.0
+    count = row["batch"] * row["heads"] * -(-min(queries, keys if train else queries) // BLOCK)
+    launch = LAUNCH_CUDNN if is_cudnn else LAUNCH_EFFICIENT
+    length = max(queries, keys) if train else keys
+    return SHOWN * math.log((launch + length * min(1.0, count / processors)) / (launch + length))

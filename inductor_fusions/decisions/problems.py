@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .occupancy import idle_multiprocessors, wave_quantization
+from .occupancy import BLOCK, idle_multiprocessors, wave_quantization
 from .schema import (
     ACCUMULATE,
     BLOCK_MM,
@@ -145,8 +145,12 @@ def _canonical(name: str, value: Any) -> Hashable:
 def _attention_same(row: Row) -> tuple[Hashable, ...]:
     # For wide heads SDPA's backward is flash attention in place of cuDNN.
     wide = row["train"] and row["head_dim"] > 128
-    # Few queries leave most of a tile empty: with 16 keys, one takes efficient attention 8 times as long.
-    few = row["q_len"] <= FEW_QUERIES
+    # Few queries leave most of a tile empty: with 16 keys, one takes efficient attention 8 times as long. Few
+    # beside many keys have hardly more scores than k and v have elements. In the backward, tiles are of keys.
+    tiled, longest = row["q_len"], max(row["q_len"], row["kv_len"])
+    if row["train"]:
+        tiled = min(tiled, row["kv_len"])
+    few = row["q_len"] <= FEW_QUERIES or (tiled <= BLOCK // 4 and longest >= BLOCK)
     return half(row["dtype"]), row["mask"], row["train"], wide, few, row.get("tf32", False)
 
 
@@ -158,14 +162,6 @@ def _attention_doubt(row: Row) -> float:
     """Times vary if launches take as long as kernels, most of all in training, which has more launches."""
     scores = math.log2(row["batch"] * row["heads"] * row["q_len"] * row["kv_len"])
     return (0.06 if row["train"] else 0.02) * max(0.0, 24.0 - scores)
-
-
-def _attention_fills(row: Row, kernel: str, processors: int) -> float:
-    if kernel != "sdpa":
-        return 0.0
-    return idle_multiprocessors(
-        row["batch"] * row["heads"], row["q_len"], row["kv_len"], row["train"], processors
-    )
 
 
 def _adapter_products(row: Row) -> list[int]:
@@ -271,7 +267,7 @@ SECTIONS: Mapping[str, Section] = {
                 mask=is_text, train=is_flag,
             ),
             _attention_same, _attention_sizes, (1.0, 0.5, 1.0, 0.5), along="", reach=8.0,
-            doubt=_attention_doubt, each=0.05, fills=_attention_fills,
+            doubt=_attention_doubt, each=0.05, fills=idle_multiprocessors,
             may=_TF32,
             measured=dict(
                 gain=is_gains, options=is_options, gemm_backward=is_count, visible=is_gain,

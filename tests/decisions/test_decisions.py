@@ -235,6 +235,48 @@ def test_attention_of_few_queries(queries: int, chosen: bool, shelf: Callable[..
     assert (decide(Query("attention", wanted, ("sdpa",)), CUDA).kernel is not None) != chosen
 
 
+@pytest.mark.parametrize(
+    "kernel, keys, train, chosen",
+    [
+        ("sdpa", 512, False, True), ("sdpa", 4096, False, False), ("short", 4096, False, True),
+        ("efficient", 512, True, True), ("efficient", 4096, True, False), ("short", 4096, True, True),
+    ],
+)  # fmt: skip
+def test_attention_of_few_queries_and_more_keys(
+    kernel: str, keys: int, train: bool, chosen: bool, shelf: Callable[..., None]
+) -> None:
+    """Few thread blocks read the keys one after another: what gains with few keys need not with many."""
+    row = {"batch": 1, "heads": 16, "q_len": 32, "head_dim": 64, "dtype": "bfloat16", "mask": "pad"}
+    row["train"] = train
+    shelf(**{H100: {"attention": [{**row, "batch": 2, "kv_len": 256, "gain": {kernel: 2.2}}]}})
+    found = decide(Query("attention", {**row, "kv_len": keys}, (kernel,)), CUDA)
+    assert (found.kernel == kernel) == chosen, found
+
+
+@pytest.mark.parametrize("mask, queries, chosen", [("none", 1, True), ("pad", 1, False), ("none", 2, False)])
+def test_keys_of_a_single_query_are_split(
+    mask: str, queries: int, chosen: bool, shelf: Callable[..., None]
+) -> None:
+    """Without a mask SDPA splits the keys of one query: few heads fill the device."""
+    row = {"batch": 1, "heads": 16, "head_dim": 64, "dtype": "bfloat16", "mask": mask, "train": False}
+    row |= {"q_len": queries}
+    shelf(**{H100: {"attention": [{**row, "kv_len": 2048, "gain": {"sdpa": 1.4}}]}})
+    found = decide(Query("attention", {**row, "kv_len": 8192}, ("sdpa",)), CUDA)
+    assert (found.kernel == "sdpa") == chosen, found
+
+
+@pytest.mark.parametrize(
+    "keys, train, chosen", [(16, True, False), (32, True, False), (64, True, True), (16, False, True)]
+)
+def test_attention_of_few_keys(keys: int, train: bool, chosen: bool, shelf: Callable[..., None]) -> None:
+    """The tiles of a backward are of keys: rows of many keys say nothing of few."""
+    row = {"batch": 8, "heads": 16, "q_len": 1024, "head_dim": 64, "dtype": "bfloat16", "mask": "none"}
+    row["train"] = train
+    shelf(**{H100: {"attention": [{**row, "kv_len": 128, "gain": {"sdpa": 2.0}}]}})
+    found = decide(Query("attention", {**row, "kv_len": keys}, ("sdpa",)), CUDA)
+    assert (found.kernel == "sdpa") == chosen, found
+
+
 def test_what_is_in_doubt_is_left_to_stock(shelf: Callable[..., None]) -> None:
     """Neighbours that do not agree; and one that gains too little, and is far."""
     shelf(**{H100: rows(({"inner": [2048]}, 2.0), ({"inner": [8192]}, 0.7))})
@@ -383,3 +425,18 @@ def test_gain_of_a_whole_linear_is_not_that_of_its_block_gemm(shelf: Callable[..
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------
+
+
+def test_what_is_asked_again_is_computed_once() -> None:
+    """Inside `once`, unless problems are measured; another argument is another question."""
+    seen: list[tuple[Any, ...]] = []
+
+    def find(*about: Any) -> int:
+        seen.append(about)
+        return len(seen)
+
+    with decisions.once():
+        assert [decisions.asked(find, *about) for about in ((1, "a"), (1, "a"), (2, "a"))] == [1, 1, 2]
+        with config.patch(measure=True):
+            assert decisions.asked(find, 1, "a") == 3
+    assert decisions.asked(find, 1, "a") == 4

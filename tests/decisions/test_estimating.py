@@ -48,10 +48,25 @@ def test_estimate_from_two_devices() -> None:
     assert found is not None and found.rows == (0, 1) and found.mean > 0.1
 
 
-def test_occupancy() -> None:
-    """Both are 0 for a full device, and half of the logarithm of the share that is busy otherwise."""
+def test_wave_quantization() -> None:
+    """0 for a full device; negative where the library's tiles fill it better."""
     assert wave_quantization(8192, (8192,), 132) == pytest.approx(0.0, abs=0.02)
     assert wave_quantization(2048, (2304,), 132) < -0.2 < wave_quantization(2048, (2048,), 132) == 0.0
-    assert idle_multiprocessors(132, 128, 128, False, 132) == 0.0
-    assert idle_multiprocessors(33, 512, 64, False, 132) == 0.0
-    assert idle_multiprocessors(33, 512, 64, True, 132) == pytest.approx(math.log(0.25) / 2)
+
+
+def test_idle_multiprocessors() -> None:
+    """0 for a full device; with many keys half of the logarithm of the share that is busy."""
+
+    def idle(heads: int, queries: int, keys: int, train: bool = False, kernel: str = "sdpa") -> float:
+        row = {"batch": 1, "heads": heads, "q_len": queries, "kv_len": keys, "mask": "pad", "train": train}
+        return idle_multiprocessors({**row, "dtype": "float16"}, kernel, 132)
+
+    assert idle(132, 128, 128) == idle(33, 512, 64) == 0.0
+    # With few keys a kernel takes as long as its launch; thread blocks read many one after another.
+    assert idle(33, 64, 64) > -0.1 and idle(33, 64, 512) < -0.2 and idle(33, 64, 8192) < -0.5
+    assert idle(33, 64, 1 << 20) == pytest.approx(math.log(0.25) / 2, abs=0.01)
+    # Efficient attention takes longer for a key.
+    assert idle(33, 64, 512, kernel="efficient") < idle(33, 64, 512)
+    # The backward has no more thread blocks at once than tiles of queries, and of keys.
+    assert idle(33, 512, 64, train=True) < idle(33, 512, 64)
+    assert idle(33, 64, 4096, train=True) == idle(33, 4096, 64, train=True) < -0.5

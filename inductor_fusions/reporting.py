@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import sys
 import threading
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from . import _inductor, config, records
+from . import _inductor, config, records, tags
 from .sites import Report, Site, Verdict
 
 __all__ = ["Report", "Site", "Verdict", "clear", "isolated", "report"]
@@ -155,7 +154,7 @@ class Ledger:
 def mark() -> Ledger:
     """Everything recorded up to now."""
     with _lock:
-        counts = {name: _ours(name) for name in ("inductor", TAG)}
+        counts = {name: _ours(name) for name in ("inductor", tags.TAG)}
         return Ledger(list(_entries), counts, (list(_pending.sites), _pending.counted))
 
 
@@ -202,7 +201,8 @@ def put_back(ledger: Ledger) -> None:
 
 def _ours(name: str) -> Counter[str]:
     counter = _inductor.compile_counters()[name]
-    return Counter({each: n for each, n in counter.items() if name == TAG or each.startswith("fusions_")})
+    ours = name == tags.TAG
+    return Counter({each: n for each, n in counter.items() if ours or each.startswith("fusions_")})
 
 
 class _State:
@@ -247,7 +247,7 @@ def store(graph: fx.Graph, own: Sequence[Site]) -> None:
         graph: what became of the pre-grad graph, or of its backward.
         own: the sites of this graph itself.
     """
-    _name_backends(graph, _pending.sites)
+    tags.name_backends(graph, _pending.sites)
     stored: list[Site] = []
     if _pending.counted is not None and _pending.sites:
         stored += _count(_pending.sites, records.key(_pending.sites, joint=True))
@@ -331,32 +331,6 @@ def _remember_key(sites: Sequence[Site], key: str) -> None:
         entry = next((e for e in reversed(_entries) if e.site is sites[0]), None)
         if entry is not None:
             entry.batch = key
-
-
-_SDPA = re.compile(r"_scaled_dot_product_(?:fused_)?(\w+?)_attention")
-
-
-def _name_backends(graph: fx.Graph, sites: Sequence[Site]) -> None:
-    """Set the backend of the fused sites: the operation that Inductor got for them."""
-    if not any(site.verdict == "fused" and not site.backend for site in sites):
-        return
-    for node in graph.nodes:
-        tag = node.meta.get("custom", {}).get(TAG) if node.op == "call_function" else None
-        if not isinstance(tag, int) or tag >= len(sites) or sites[tag].backend:
-            continue
-        name = getattr(node.target, "__name__", str(node.target))
-        found = _SDPA.match(name)
-        if found is not None:
-            sites[tag].backend = found[1]
-        elif name.startswith("flex_attention"):
-            sites[tag].backend = "flex"
-        elif name.startswith("_softmax"):
-            sites[tag].backend = "math"
-
-
-#: In `node.meta["custom"]` of a node that a fusion made, the number of its site in the graph. AOTAutograd
-#: copies it to the operations that the node becomes, forward and backward.
-TAG = "inductor_fusions"
 
 
 def _counted() -> Counter[str]:

@@ -31,7 +31,7 @@ import pytest
 from tests.durations import Seconds, function, read, shuffled
 
 #: CPU seconds of the tests in a quick run, by the records.
-BUDGET = 700.0
+BUDGET = 500.0
 #: Parts of the budget: one set of each function, functions of cheap sets whole, the ring.
 ONE_EACH, WHOLE = 0.5, 0.35
 #: CPU seconds that are assumed of a test that was skipped when durations were recorded.

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from .. import _inductor, config, decisions, reporting
+from .. import _inductor, config, decisions, reporting, tags
 from .._inductor import CustomGraphPass, is_body, trace_artifact
 from ..decisions import machine, tables
 from ..effects import inplace, modes
@@ -381,7 +381,7 @@ def _mark(site: Site, fusion: Fusion, journal: Journal, number: int) -> None:
     calls = [node for node in added if node.op == "call_function"]
     for node in calls:
         if fusion.stage == "pre_grad":
-            node.meta["custom"] = {**node.meta.get("custom", {}), reporting.TAG: number}
+            tags.put(node, number)
     # The comments in Inductor's output code and its provenance tables name these nodes.
     main = [node for node in calls if "attention" in node.name or "inductor_fusions" in str(node.target)]
     for node in main or calls[-1:]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import _inductor, config, reporting
+from .. import _inductor, config, reporting, tags
 from ..sites import Site, error_text
 from . import attempts, launching, passes, watching
 from .attempts import Attempt, Fused, Key, Without
@@ -267,7 +267,7 @@ class Trials:
         return [each.site for each in self.first.fused if each.key not in fused]
 
     def _say(self, kept: Made, error: Exception) -> None:
-        _inductor.compile_counters()[reporting.TAG][RECOVERED] += 1
+        _inductor.compile_counters()[tags.TAG][RECOVERED] += 1
         left = self._left(kept)
         where = list(dict.fromkeys(f"{site.fusion} at {site.source or site.node}" for site in left))
         more = f" and {len(where) - 3} more" if len(where) > 3 else ""

@@ -14,7 +14,7 @@ from .._inductor import flex_backward_op, hint
 from ..fusions.attention.flex_backward import FlexBackward
 from ..fusions.kernel_defects.products import SDPA_BACKWARDS, gradients
 from ..graph.inlined import put_in_place
-from ..reporting import TAG
+from ..tags import is_ours
 
 #: Names of arguments of SDPA's backwards -> names that are used here.
 _NAMES = {
@@ -25,7 +25,7 @@ _NAMES = {
 
 def backwards(graph: fx.Graph) -> list[fx.Node]:
     """The backwards of attentions in an aten graph that a fusion of this package has put there."""
-    ours = [node for node in graph.nodes if node.op == "call_function" and TAG in node.meta.get("custom", {})]
+    ours = [node for node in graph.nodes if node.op == "call_function" and is_ours(node)]
     return [node for node in ours if node.target in SDPA_BACKWARDS or node.target is flex_backward_op()]
 
 

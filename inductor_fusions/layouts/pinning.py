@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import _inductor, operands, reporting
+from .. import _inductor, operands, tags
 from .._inductor import hint
 from ..graph.builder import Builder
 from ..operands import tensor
@@ -56,7 +56,7 @@ def pin(graph: fx.Graph) -> int:
     positions = {_inductor.flex_attention_op(): _FORWARD, _inductor.flex_backward_op(): _BACKWARD}
     settled: dict[fx.Node, fx.Node] = {}
     for call in list(graph.nodes):
-        if call.op != "call_function" or not is_ours(call):
+        if call.op != "call_function" or not tags.is_ours(call):
             continue
         if call.target is _inductor.flex_attention_op():
             settle_query(call, settled)
@@ -67,11 +67,6 @@ def pin(graph: fx.Graph) -> int:
                 if isinstance(captured, fx.Node) and tensor(captured) is not None:
                     _settle(call, captured, scores / REUSE, settled)
     return len(settled)
-
-
-def is_ours(call: fx.Node) -> bool:
-    """Whether a call was made by a fusion, not by the user."""
-    return reporting.TAG in call.meta.get("custom", {})
 
 
 def query_of(call: fx.Node) -> tuple[fx.Node, fx.Node] | None:

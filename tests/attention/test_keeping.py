@@ -92,13 +92,18 @@ def same_gradients(
         torch.testing.assert_close(found[name].double(), true, atol=2e-5, rtol=2e-5, msg=f"{name}, {changed}")
 
 
-@pytest.mark.parametrize("trained", ["qkv", "v", "q", "k", "qk", "qkvm", "m"])
+TRAINED = ["qkv", "v", "q", "k", "qk", "qkvm", "m"]
+
+
+@pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("form", FORMS)
 def test_inputs_that_the_caller_changes(form: Callable[..., Any], trained: str) -> None:
+    """With what is said of fully masked rows in turn: each pair of it and of the others occurs."""
+    place = FORMS.index(form) + TRAINED.index(trained)
     if "m" in trained and form in (filled, without_mask):
         trained = trained.replace("m", "v")
-    for changed, rows in itertools.product("qkvm", ("keep", "ignore")):
-        with config.patch(empty_rows=rows):
+    for i, changed in enumerate("qkvm"):
+        with config.patch(empty_rows=("keep", "ignore")[(place + i) % 2]):
             same_gradients(form, inputs(trained), changed, fused=None)
 
 

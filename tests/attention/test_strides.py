@@ -45,6 +45,16 @@ VIEWS: dict[str, tuple[tuple[int, ...], Callable[[Any, Any], Any]]] = {
 }
 
 
+def two_layers(view: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """A function of q, k, v and of what a bias is made of."""
+
+    def fn(q: Any, k: Any, v: Any, x: Any) -> Any:
+        bias = view(q, x)
+        return attend(q, k, v, bias) + attend(k, q, v, bias)
+
+    return fn
+
+
 def strided(run: testing.Capture) -> list[fx.Node]:
     """Calls of as_strided in the graphs of a run."""
     return [node for name in ("as_strided", "as_strided.default") for node in run.calls(name)]
@@ -55,19 +65,29 @@ def test_bias_of_views(case: Any) -> None:
     """In inference one buffer of the bias serves all layers, and has the strides that are declared."""
     shape, view = case
     inputs = (*qkv(N, N, grad=False), torch.randn(shape))
-
-    def fn(q: Any, k: Any, v: Any, x: Any) -> Any:
-        bias = view(q, x)
-        return attend(q, k, v, bias) + attend(k, q, v, bias)
-
-    run = check(fn, inputs, fused=2, train=False)
+    run = check(two_layers(view), inputs, fused=2, train=False)
     for node in strided(run.ours):
         source = node.args[0].meta.get("val")
         assert source is None or (
             torch._prims_common.is_non_overlapping_and_dense(source) and source.storage_offset() == 0
         )
+
+
+#: One of each kind of view: of what is computed and of inputs, cut, with steps, permuted, expanded.
+COMPILED = (
+    "shifted positions", "columns of an input", "samples further on", "every other row", "some heads, first",
+    "a part of what is expanded",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in COMPILED else pytest.param(name, marks=pytest.mark.long) for name in VIEWS]
+)
+def test_bias_of_views_in_generated_code(name: str) -> None:
+    shape, view = VIEWS[name]
     with config.patch(attention_kernel="sdpa"):
-        check(fn, inputs, fused=2, train=False, backend="inductor")
+        inputs = (*qkv(N, N, grad=False), torch.randn(shape))
+        check(two_layers(view), inputs, fused=2, train=False, backend="inductor")
 
 
 @cases(

@@ -22,6 +22,7 @@ from inductor_fusions.block_mm.configurations import Config
 from inductor_fusions.block_mm.problem import Problem
 from inductor_fusions.decisions import problems, tables
 from tests.block_mm.test_structures import Drawn, kernels
+from tests.support.covering import others_long, pairwise
 
 #: Where no register may spill, since these are what kernels are tuned for.
 ARCHS = (80, 90, 100)
@@ -69,8 +70,9 @@ DEFAULTS = [
 ]
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("kind", "tokens"), DEFAULTS)
+@pytest.mark.parametrize(
+    ("kind", "tokens", "arch"), others_long([(*default, arch) for default in DEFAULTS for arch in ARCHS])
+)
 def test_default(kind: str, tokens: int, arch: int) -> None:
     found = code(problem(kind, tokens), None, arch)
     assert found.fits, found
@@ -137,10 +139,10 @@ def test_tiles_across_groups_are_told_from_others() -> None:
         assert not configurations.suits(across, other)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("tokens", [2, 3, 4])
-@pytest.mark.parametrize("kind", ["shared_a", "gated", "linear"])
+@pytest.mark.parametrize(
+    ("kind", "tokens", "dtype", "arch"),
+    pairwise(["shared_a", "gated", "linear"], [2, 3, 4], [torch.bfloat16, torch.float32], ARCHS),
+)
 def test_few_rows(kind: str, tokens: int, dtype: torch.dtype, arch: int) -> None:
     """Before anything is measured, without tensor cores."""
     posed = problem(kind, tokens, dtype)
@@ -149,9 +151,9 @@ def test_few_rows(kind: str, tokens: int, dtype: torch.dtype, arch: int) -> None
     assert chosen.template == "row" and found.fits and not found.uses_mma, found
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", ["shared_a", "gated", "linear"])
+@pytest.mark.parametrize(
+    ("kind", "tokens", "arch"), pairwise(["shared_a", "gated", "linear"], [1, 2, 3, 4], ARCHS)
+)
 def test_norm_of_few_rows(kind: str, tokens: int, arch: int) -> None:
     posed = problem(kind, tokens)
     found = code(posed, configurations.default(posed, arch), arch, norm=True)
@@ -234,7 +236,15 @@ def _id(value: Any) -> str:
     return f"{value['kind']}-{value['tokens']}-{'+'.join(map(str, value['n']))}-{numbers}"
 
 
-@pytest.mark.parametrize(("name", "row"), list(shipped()), ids=_id)
+def traits(named: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What of a row decides on the code that is generated."""
+    _, row = named
+    config = Config(**row["config"])
+    layouts, arch = tuple(row["layout"]), row["capability"][0]
+    return (row["kind"], layouts, arch, row.get("activation", ""), *asdict(config).values())
+
+
+@pytest.mark.parametrize(("name", "row"), others_long(list(shipped()), traits), ids=_id)
 def test_shipped_tables(name: str, row: Any) -> None:
     """What a table names compiles without spilling."""
     wide = {"shared_a": "a", "gated": "a", "shared_b": "b"}.get(row["kind"], "")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.processes import start
+from tests.support.processes import forked
 
 PROGRAM = """
 import contextlib, json, sys
@@ -36,18 +35,13 @@ print(json.dumps({
 """
 
 
-def run(cache: Path, stage: str, train: bool) -> dict[str, Any]:
-    own = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "INDUCTOR_FUSIONS_POLICY": "always"}
-    done = start("-c", PROGRAM, stage, "train" if train else "infer", **own)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("stage, train", [("codegen", True), ("launch", False), ("launch", True)])
 def test_three_processes(tmp_path: Path, stage: str, train: bool) -> None:
-    first, second, third = (run(tmp_path, each, train) for each in (stage, stage, ""))
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "INDUCTOR_FUSIONS_POLICY": "always"}
+    runs = forked(PROGRAM, [((each, "train" if train else "infer"), own) for each in (stage, stage, "")])
+    assert not any(each.returncode for each in runs), [each.stderr for each in runs]
+    first, second, third = (json.loads(each.stdout.splitlines()[-1]) for each in runs)
     assert first["raised"] == 1 and first["verdicts"] == ["failed"] and not first["hits"]
     # The form that fails is tried again; the one that took over is found.
     assert second["raised"] == 1 and second["verdicts"] == ["failed"] and second["hits"]

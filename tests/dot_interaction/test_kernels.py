@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.dot_interaction.interpreted import CASES
+from tests.support.covering import pairwise
 from tests.support.interpreter import errors_of
 
 #: The result and the gradient are rounded once.
@@ -29,9 +30,10 @@ def test_numbers(name: str, errors: Callable[[str], dict[str, float]]) -> None:
 POINTERS = {"cells": "*i64", "last": "*i32", "before": "*i32"}
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("width", [64, 128, 256])
-@pytest.mark.parametrize("name", ["interaction", "gradient", "pairs", "pairs_gradient"])
+@pytest.mark.parametrize(
+    ("name", "width", "arch"),
+    pairwise(["interaction", "gradient", "pairs", "pairs_gradient"], [64, 128, 256], [80, 90]),
+)
 def test_machine_code(name: str, width: int, arch: int) -> None:
     """Tensor cores, no spill, and shared memory that the device has."""
     from devtools import cuda_codegen

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from .linear_form import form
 
 X = (2, 24, 64)
+LONG = (2, 48, 64)
 
 
 @form(X, "frozen 64x64", (64,), left=(1, 1), reasons=("Fourier", "Fourier"))
@@ -171,3 +172,70 @@ def bottleneck_beside_an_image(x: Any, w: Any, a: Any, b: Any) -> Any:
     """Attention of channels reads two convolutions."""
     h = F.conv2d(x, w, padding=1)
     return x + F.conv2d(F.relu(F.conv2d(h, a)) * F.conv2d(x, a), b)
+
+
+@form(LONG, "frozen 128x64", (8, 64), (128, 8), left=(0, 0), reasons=("no-matrix", "no-matrix"))
+def convolution_as_b(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """loralib's MergedLinear, and litgpt's."""
+    narrow = F.linear(x, a).transpose(-2, -1)
+    return F.linear(x, w) + F.conv1d(narrow, b.unsqueeze(-1)).transpose(-2, -1) * 0.5
+
+
+@form(LONG, "frozen 192x64", (16, 64), (128, 8), left=(0, 0), reasons=("no-matrix", "no-matrix"))
+def convolution_of_a_with_b(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """loralib's MergedLinear merges its groups first, and puts the rows where they belong."""
+    rows = F.conv1d(a.unsqueeze(0), b.unsqueeze(-1), groups=2).squeeze(0)
+    at = torch.cat([torch.arange(64), torch.arange(128, 192)])
+    return F.linear(x, w) + x @ rows.new_zeros(192, 64).index_put((at,), rows).t() * 0.5
+
+
+@form(LONG, "frozen 128x64", (2, 64, 8), (2, 8, 128), left=(1, 1), reasons=("limit", "limit"))
+def adapter_of_each_sample(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(x, w) + torch.bmm(torch.bmm(x, a), b) * 2.0
+
+
+@form(LONG, "frozen 128x64", (3, 64, 8), (3, 8, 128), lambda: torch.tensor([2, 0]), left=(1, 1),
+      reasons=("limit", "limit"))  # fmt: skip
+def adapters_by_number(x: Any, w: Any, a: Any, b: Any, which: Any) -> Any:
+    """Samples name their adapters."""
+    narrow = torch.einsum("bnd,bdr->bnr", x, a[which])
+    return F.linear(x, w) + torch.einsum("bnr,bro->bno", narrow, b[which])
+
+
+@form(LONG, "frozen 128x64", (2, 32, 8), (2, 8, 64), left=(1, 1), reasons=("limit", "limit"))
+def gralora(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """Blocks of the input, whose narrow results change places."""
+    narrow = torch.einsum("blni,nir->blnr", x.view(2, 48, 2, 32), a)
+    turned = narrow.view(2, 48, 2, 2, 4).permute(0, 1, 3, 2, 4).reshape(2, 48, 2, 8)
+    return F.linear(x, w) + 2.0 * torch.einsum("bljr,jro->bljo", turned, b).reshape(2, 48, -1)
+
+
+@form(LONG, "frozen 128x64", (3, 8, 64), (3, 128, 8), (3, 64), left=(1, 1), reasons=("limit", "limit"))
+def mixture_by_einsum(x: Any, w: Any, a: Any, b: Any, gate: Any) -> Any:
+    weights = F.linear(x, gate).softmax(-1)
+    experts = torch.einsum("bser,eor->bseo", torch.einsum("bsd,erd->bser", x, a), b)
+    return F.linear(x, w) + torch.einsum("bseo,bse->bso", experts, weights)
+
+
+@form(LONG, "frozen 128x64", (8, 8, 8), left=(1, 1), reasons=("limit", "limit"))
+def rotated_input(x: Any, w: Any, q: Any) -> Any:
+    """OFT: as many columns as a block has are rotated at a time."""
+    return F.linear(torch.einsum("...gi,gij->...gj", x.view(2, 48, 8, 8), q - q.mT).reshape(2, 48, 64), w)
+
+
+@form(LONG, "frozen 128x64", (8, 8, 8), (8, 8, 8), left=(1, 1), reasons=("limit", "limit"))
+def rotated_twice(x: Any, w: Any, q: Any, r: Any) -> Any:
+    """BOFT: the second blocks have one column of each of the first."""
+    turned = torch.einsum("...gi,gij->...gj", x.view(2, 48, 8, 8), q).transpose(-1, -2)
+    return F.linear(torch.einsum("...gi,gij->...gj", turned, r).reshape(2, 48, 64), w)
+
+
+@form(LONG, "frozen 128x64", (8, 8), left=(2, 2), reasons=("shapes", "shapes"))
+def mora(x: Any, w: Any, m: Any) -> Any:
+    return F.linear(x, w) + F.linear(x.view(2, 48, 8, 8).sum(2), m).repeat(1, 1, 16)
+
+
+@form((4, 48, 64), "frozen 4x64x128", (4, 8, 64), (128, 8, 4), left=(0, 0), reasons=("merged", "merged"))
+def adapters_of_experts(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """PEFT's ParamWrapper on a parameter of all experts."""
+    return torch.bmm(x, w + torch.einsum("ore,eri->eio", b, a) * 2.0)

@@ -10,8 +10,8 @@ import torch
 
 from inductor_fusions import reporting
 from tests.gpu import judging
-from tests.gpu.collecting import chosen
 from tests.gpu.reading import Placed
+from tests.gpu.recording import chosen
 from tests.support.processes import start
 
 #: Programs: one that is right, one that a fusion makes wrong, one that ends its process, one that loses

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.linear_cross_entropy.interpreted import CASES
+from tests.support.covering import pairwise
 from tests.support.interpreter import errors_of
 
 errors = errors_of("tests.linear_cross_entropy.interpreted")
@@ -23,9 +24,9 @@ def test_numbers(name: str, errors: Callable[[str], dict[str, float]]) -> None:
     assert all(error < (limit if key == "dx" else 2e-6) for key, error in found.items()), found
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("form", ["plain", "everything", "forward"])
+@pytest.mark.parametrize(
+    ("form", "dtype", "arch"), pairwise(["plain", "everything", "forward"], ["bf16", "fp32"], [80, 90, 100])
+)
 def test_machine_code(form: str, dtype: str, arch: int) -> None:
     """It fits, without a spill."""
     from devtools import cuda_codegen

@@ -24,6 +24,7 @@ from inductor_fusions.fusions.lora.op import NARROW_MM
 from tests.block_mm.support import Run, run
 from tests.lora.spellings import targets
 from tests.support.arguments import named
+from tests.support.covering import pairwise
 
 BF16, FP32 = torch.bfloat16, torch.float32
 IN, OUT, RANK = 64, 48, 16
@@ -150,9 +151,9 @@ def test_dropout_in_front_of_other_products() -> None:
     same_as_stock(alone, (rand(24, IN), rand(OUT, IN).detach(), rand(RANK, IN), rand(OUT, RANK)), count=0)
 
 
-@pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("shape", [(24, IN), (2, 3, 8, IN)], ids=str)
-@pytest.mark.parametrize("real", [True, False])
+@pytest.mark.parametrize(
+    ("adapters", "shape", "real"), pairwise([FP32, BF16], [(24, IN), (2, 3, 8, IN)], [True, False])
+)
 def test_same_seed_same_mask(adapters: torch.dtype, shape: tuple[int, ...], real: bool) -> None:
     same_as_stock(Adapted(adapters), (rand(*shape),), real=real)
 
@@ -352,9 +353,7 @@ def narrow_calls(seen: Run, graph: int) -> list[tuple[int, int, bool]]:
     ]
 
 
-@pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("adapters", "count", "dynamic"), pairwise([FP32, BF16], [1, 3], [False, True]))
 def test_kernels_of_a_step(adapters: torch.dtype, count: int, dynamic: bool) -> None:
     """Forward one skinny GEMM of the input, which reads the masks, and a grouped GEMM; backward the
     gradients of the As together, and one sum that adds the adapters behind their masks."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from inductor_fusions.fusions.lora import accumulate_kernel, decode, gather, low
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
 from inductor_fusions.fusions.lora.split import LORA_SPLIT
+from tests.support.covering import others_long
 
 #: Where no register may spill, since these are what kernels are tuned for.
 ARCHS = (80, 90, 100)
@@ -83,8 +85,18 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", SHAPES)
+def each_on(archs: Sequence[int], shapes: Mapping[str, Any]) -> pytest.MarkDecorator:
+    """The names on architectures, where each field of a shape meets each of them; the others in long runs."""
+
+    def traits(row: tuple[Any, ...]) -> tuple[Any, ...]:
+        name, arch = row
+        return *(getattr(shapes[name], field.name) for field in fields(shapes[name])), arch
+
+    rows = [(name, arch) for name in shapes for arch in archs]
+    return pytest.mark.parametrize(("name", "arch"), others_long(rows, traits))
+
+
+@each_on(ARCHS, SHAPES)
 def test_narrow(name: str, arch: int) -> None:
     found = narrow_code(SHAPES[name], arch)
     assert found.fits and found.uses_mma, found
@@ -156,8 +168,7 @@ SUMS = {
 }
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", SUMS)
+@each_on(ARCHS, SUMS)
 def test_accumulate(name: str, arch: int) -> None:
     """However b lies, and with a base that a loop computes."""
     for found in (accumulate_code(SUMS[name], arch), accumulate_code(SUMS[name], arch, None, True, False)):
@@ -232,8 +243,7 @@ FEW = {
 }
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", FEW)
+@each_on(ARCHS, FEW)
 def test_few_rows(name: str, arch: int) -> None:
     """From Hopper on the second kernel waits for the first in its own code."""
     down, up = pair_code(FEW[name], arch)

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import inductor_fusions
 from inductor_fusions import config, testing
+from tests.support.processes import ROOT, forked, start
 
-ROOT = Path(inductor_fusions.__file__).parents[1]
-
-
-def start(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a new process with these environment variables."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("INDUCTOR_FUSIONS")}
-    env.update(variables, PYTHONPATH=os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")]))
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.parametrize(("name", "value", "takes"), [
+REFUSED = [
     ("INDUCTOR_FUSIONS_ATTENTION", "maybe", "0 or 1"),
     ("INDUCTOR_FUSIONS", "", "0 or 1"),
     ("INDUCTOR_FUSIONS", "2", "0 or 1"),
@@ -32,23 +21,35 @@ def start(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     ("INDUCTOR_FUSIONS_STRICT", "raise", "0 or 1"),
     ("INDUCTOR_FUSIONS_MAX", "-1", "a whole number"),
     ("INDUCTOR_FUSIONS_MAX", "few", "a whole number"),
-])  # fmt: skip
-def test_value_that_is_not_understood(name: str, value: str, takes: str) -> None:
+]
+NEAREST = {
+    "INDUCTOR_FUSIONS_ATENTION": "INDUCTOR_FUSIONS_ATTENTION",
+    "INDUCTOR_FUSIONS_POLICIES": "INDUCTOR_FUSIONS_POLICY",
+    "INDUCTOR_FUSIONS_STRIKT": "INDUCTOR_FUSIONS_STRICT",
+}
+
+
+@pytest.fixture(scope="module")
+def imported() -> dict[tuple[str, str], subprocess.CompletedProcess[str]]:
+    """What an import does with each of these variables."""
+    given = [(name, value) for name, value, _ in REFUSED] + [(name, "1") for name in NEAREST]
+    code = "import inductor_fusions; print(inductor_fusions.enabled())"
+    return dict(zip(given, forked(code, [((), dict([each])) for each in given]), strict=True))
+
+
+@pytest.mark.parametrize(("name", "value", "takes"), REFUSED)
+def test_value_that_is_not_understood(name: str, value: str, takes: str, imported: Any) -> None:
     """One line, with the variable and the values that it takes."""
-    done = start("import inductor_fusions", **{name: value})
+    done = imported[name, value]
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
     assert name in last and takes in last and repr(value) in last
 
 
-@pytest.mark.parametrize(("name", "nearest"), [
-    ("INDUCTOR_FUSIONS_ATENTION", "INDUCTOR_FUSIONS_ATTENTION"),
-    ("INDUCTOR_FUSIONS_POLICIES", "INDUCTOR_FUSIONS_POLICY"),
-    ("INDUCTOR_FUSIONS_STRIKT", "INDUCTOR_FUSIONS_STRICT"),
-])  # fmt: skip
-def test_unknown_variable(name: str, nearest: str) -> None:
+@pytest.mark.parametrize(("name", "nearest"), NEAREST.items())
+def test_unknown_variable(name: str, nearest: str, imported: Any) -> None:
     """A warning with the nearest name; everything works."""
-    done = start("import inductor_fusions; print(inductor_fusions.enabled())", **{name: "1"})
+    done = imported[name, "1"]
     assert (done.returncode, done.stdout.strip()) == (0, "True")
     assert done.stderr.count("UserWarning") == 1
     assert name in done.stderr and nearest in done.stderr
@@ -59,12 +60,12 @@ def test_known_variables() -> None:
         "from inductor_fusions import config\n"
         "print(config.enabled, config.attention, config.policy, config.empty_rows, config.strict)"
     )
-    assert start(code).stdout.split() == ["True", "True", "profitable", "keep", "False"]
+    assert start("-c", code).stdout.split() == ["True", "True", "profitable", "keep", "False"]
     variables = {
         "INDUCTOR_FUSIONS": "0", "INDUCTOR_FUSIONS_ATTENTION": "False", "INDUCTOR_FUSIONS_POLICY": "always",
         "INDUCTOR_FUSIONS_EMPTY_ROWS": "stock", "INDUCTOR_FUSIONS_STRICT": "on",
     }  # fmt: skip
-    done = start(code, **variables)
+    done = start("-c", code, **variables)
     assert done.stdout.split() == ["False", "False", "always", "stock", "True"]
     assert "Warning" not in done.stderr
 
@@ -79,7 +80,7 @@ def test_switched_off_by_the_environment() -> None:
         "inductor_fusions.enable()\n"
         "print('FusionPass' in str(inductor.pre_grad_custom_pass), inductor_fusions.enabled())\n"
     )
-    assert start(code, INDUCTOR_FUSIONS="0").stdout.split() == ["None", "False", "True", "True"]
+    assert start("-c", code, INDUCTOR_FUSIONS="0").stdout.split() == ["None", "False", "True", "True"]
 
 
 def attention(q, k, v):

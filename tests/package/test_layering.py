@@ -26,15 +26,16 @@ PUBLIC_TORCH = {"torch.__version__", "torch._check", "torch._ops", "torch._C"}
 # Each top-level module (or sub-package) and those it may import. "public" is the package itself,
 # `from inductor_fusions import explain`. A new module at the top needs a row;
 # a module of a sub-package has one where it may import more than the others.
-BASE = {"config", "reasons", "reporting", "sites", "decisions", "_inductor"}
+BASE = {"config", "reasons", "reporting", "sites", "tags", "decisions", "_inductor"}
 LAYERS = {
     "_inductor": set(),
     "variables": set(),
     "config": {"variables", "_inductor"},
     "sites": set(),
+    "tags": {"sites"},
     "reasons": set(),
     "records": {"sites", "_inductor"},
-    "reporting": {"config", "records", "sites", "_inductor"},
+    "reporting": {"config", "records", "sites", "tags", "_inductor"},
     "decisions": {"config", "reasons", "_inductor"},
     "worker": {"block_mm", "checking", "fusions", "ops"} | BASE,
     "fusion": BASE,
@@ -42,13 +43,13 @@ LAYERS = {
     "lowering": {"config", "fusion", "_inductor"},
     "effects": {"fusion", "operands", "reasons", "_inductor"},
     "graph": {"effects", "fusion", "operands", "reasons", "_inductor"},
-    "layouts": {"effects", "graph", "lowering", "operands", "reporting", "_inductor"},
+    "layouts": {"effects", "graph", "lowering", "operands", "reporting", "tags", "_inductor"},
     "block_mm": {"fusion", "graph", "operands", "lowering"} | BASE,
     "fusions": {"block_mm", "effects", "fusion", "graph", "layouts", "lowering", "operands"} | BASE,
     "ops": {"block_mm", "fusions"},
     "driver": {"driver.unfusing", "effects", "fusion", "graph", "layouts", "operands"} | BASE,
     # The only module of the driver that needs fusions.
-    "driver.unfusing": {"fusions", "graph", "reporting", "_inductor"},
+    "driver.unfusing": {"fusions", "graph", "tags", "_inductor"},
     "registry": {"fusion", "fusions", "config", "sites"},
     "registration": {"driver", "registry", "fusions"} | BASE,
     "__init__": {"registration", "testing", "explaining", "checking", "fusion", "fusions"} | BASE,

@@ -53,10 +53,11 @@ def test_lower_dtype(case: Case) -> None:
 
 
 def symbolic() -> Iterator[Any]:
-    """Cases, those of which code is made in training too."""
+    """Cases; those of which code is made are trained, and run in inference in long runs alone."""
     for name, case in CASES.items():
         for train in (False, True) if case.generated else (False,) if case.symbolic else ():
-            yield pytest.param(case, train, id=f"{name}-{'training' if train else 'inference'}")
+            marks = [pytest.mark.long] if case.generated and not train else []
+            yield pytest.param(case, train, id=f"{name}-{'training' if train else 'inference'}", marks=marks)
 
 
 @pytest.mark.parametrize(("case", "train"), list(symbolic()))

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import inductor_fusions
-from inductor_fusions import _inductor, config, reporting
+from inductor_fusions import _inductor, config, reporting, tags
 from inductor_fusions.driver import attempts, containment, recovery, trials
 from tests.support import faults
 from tests.support.faults import Fault, compile_fx
@@ -98,14 +98,14 @@ def test_sizes_stay_numbers_behind_a_first_call(train: bool) -> None:
 @pytest.mark.parametrize("guilty", range(4))
 @pytest.mark.parametrize("stage", ["joint", "post_grad"])
 def test_one_site_of_several(stage: str, guilty: int) -> None:
-    with Fault(stage, lambda node: faults.number(node) == guilty).inject():
+    with Fault(stage, lambda node: tags.number(node) == guilty).inject():
         assert_right(compiled(several, stage), several, False)
     assert verdicts() == ["failed" if i == guilty else "fused" for i in range(4)]
 
 
 def test_two_sites_of_several() -> None:
     """Of the same kernel: all that become it are left out."""
-    with Fault("joint", lambda node: faults.number(node) in (1, 3)).inject():
+    with Fault("joint", lambda node: tags.number(node) in (1, 3)).inject():
         assert_right(compiled(several, "joint"), several, True)
     assert verdicts().count("failed") >= 2
     assert all(verdicts()[i] == "failed" for i in (1, 3))

@@ -12,7 +12,7 @@ from unittest import mock
 
 from torch import fx
 
-from inductor_fusions import reporting
+from inductor_fusions.tags import is_ours
 
 compile_fx: Any = importlib.import_module("torch._inductor.compile_fx")
 
@@ -21,15 +21,9 @@ class Injected(Exception):
     """A fault of these tests."""
 
 
-def number(node: fx.Node) -> int | None:
-    """Number of the fused site of the pre-grad graph that a node belongs to."""
-    found: int | None = node.meta.get("custom", {}).get(reporting.TAG)
-    return found
-
-
 def is_fused(node: fx.Node) -> bool:
     """Whether a node was made by a fusion."""
-    return number(node) is not None or node.name.startswith("inductor_fusions_")
+    return is_ours(node) or node.name.startswith("inductor_fusions_")
 
 
 def is_backward(graph: fx.Graph) -> bool:

@@ -20,7 +20,7 @@ from ...layouts.copies import even
 from ...layouts.keeping import Keeping
 from ...layouts.leaving import settle
 from ...reasons import Reason
-from ...reporting import TAG
+from ...tags import is_ours
 from . import emit
 from .aliasing import Mutations
 from .mask_builder import MaskMemo
@@ -186,7 +186,7 @@ class Branches(Candidate):
 
 def _is_changed(graph: fx.Graph) -> bool:
     """Whether an attention was fused in a graph."""
-    return any(TAG in node.meta.get("custom", {}) for node in graph.nodes)
+    return any(map(is_ours, graph.nodes))
 
 
 def name_of_body(call: fx.Node) -> str:

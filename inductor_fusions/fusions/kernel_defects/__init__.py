@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ... import tags
 from ..._inductor import (
     Match,
     computing_fakes,
@@ -325,4 +326,4 @@ def read_numbers(scope: Scope, match: Match) -> Candidate | None:
 def read_flex(scope: Scope, match: Match) -> Candidate | None:
     """A call of flex attention whose query has no settled strides."""
     call = match.output_node()
-    return None if pinning.is_ours(call) or pinning.query_of(call) is None else FlexQuery(call)
+    return None if tags.is_ours(call) or pinning.query_of(call) is None else FlexQuery(call)

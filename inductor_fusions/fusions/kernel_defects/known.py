@@ -1,8 +1,8 @@
 """Kernels of torch and cuDNN that are known to be wrong and that a compiled attention can reach.
 
 One entry per defect: where it is, when it occurs, and what is done instead.
-`tests/gpu/test_kernel_defects.py` and `test_other_defects.py` reproduce each one in the bare kernel, so that an
-entry which is no longer needed is noticed.
+`tests/gpu/test_kernel_defects.py` and `test_other_defects.py` reproduce each one in the bare kernel, so that
+an entry which is no longer needed is noticed.
 """
 
 from __future__ import annotations

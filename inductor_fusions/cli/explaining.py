@@ -71,7 +71,7 @@ def explain(
     """Show for each candidate of a model whether it is fused, and why.
 
     The model has random weights, and nothing is downloaded. All passes of torch.compile run, but no code is
-    generated.
+    generated. With --target nothing is computed, and weights take no memory.
     """
     if target is not None:
         _check_target(target, device)
@@ -84,12 +84,14 @@ def explain(
             _check_own_model(context)
             module, kwargs = from_callable(model)
         else:
-            module, kwargs = from_hugging_face(model, attn, batch, seq, padded, layers)
+            module, kwargs = from_hugging_face(model, attn, batch, seq, padded, layers, is_run=target is None)
             if no_cache:
                 kwargs["use_cache"] = False
             module = module.to(getattr(torch, precision.value))
             kwargs = {k: to_dtype(x, getattr(torch, precision.value)) for k, x in kwargs.items()}
-        module = module.to(where).train(train)
+        if target is None:
+            module = module.to(where)
+        module = module.train(train)
         kwargs = {k: x.to(where) if isinstance(x, torch.Tensor) else x for k, x in kwargs.items()}
         found = _explained(module, kwargs, train, dynamic, target)
     if html is not None:

@@ -66,9 +66,13 @@ _LAYER_COUNTS = (
 
 
 def from_hugging_face(
-    name: str, attn: Attention | None, batch: int, seq: int, padded: bool, layers: int | None
+    name: str, attn: Attention | None, batch: int, seq: int, padded: bool, layers: int | None, is_run: bool
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """A model with random weights and its inputs, by the name of a configuration or a folder."""
+    """A model and its inputs, by the name of a configuration or a folder.
+
+    Args:
+        is_run: whether the model gets random weights; else they are on the meta device, and take no memory.
+    """
     transformers = need_transformers()
     try:
         model_config = _configuration(transformers, name)
@@ -78,9 +82,11 @@ def from_hugging_face(
         if isinstance(limit, int) and seq > limit > 0:
             raise UserError(f"--seq {seq}: {name} supports at most {limit} tokens")
         options = {"attn_implementation": attn.value} if attn is not None else {}
-        _check_size(transformers, model_config, name)
+        if is_run:
+            _check_size(transformers, model_config, name)
         torch.manual_seed(0)
-        model: Any = transformers.AutoModel.from_config(model_config, **options)
+        with contextlib.nullcontext() if is_run else torch.device("meta"):
+            model: Any = transformers.AutoModel.from_config(model_config, **options)
         return model, hugging_face_inputs(model, batch, seq, padded)
     except UserError:
         raise

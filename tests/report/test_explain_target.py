@@ -8,6 +8,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from inductor_fusions import cli, explain, explaining
+from inductor_fusions.cli import models
 from inductor_fusions.decisions import target
 from inductor_fusions.decisions.devices import KNOWN
 
@@ -203,3 +204,14 @@ def test_on_the_command_line():
     done = CliRunner().invoke(cli.app, command)
     assert done.exit_code == 0, done.output
     assert "nvidia_h200" in done.stdout or "measure" in done.stdout
+
+
+def test_weights_take_no_memory(monkeypatch):
+    """A whole training step of a model that this machine cannot hold is explained for another one."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(models.os, "sysconf", lambda name: 1)
+    command = ["explain", "gpt2", "--layers", "1", "--seq", "64", "--attn", "eager", "--train"]
+    done = CliRunner().invoke(cli.app, command)
+    assert done.exit_code == 2 and "billion parameters" in done.output + done.stderr
+    done = CliRunner().invoke(cli.app, [*command, "--target", "h200"])
+    assert done.exit_code == 0 and "attention" in done.stdout, done.output

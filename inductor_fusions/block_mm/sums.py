@@ -8,17 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.products import (
-    CASTS,
-    MUL,
-    RESHAPES,
-    Product,
-    has_size_of,
-    is_factor,
-    is_floating,
-    product,
-    widens,
-)
+from ..graph.additions import has_size_of
+from ..graph.products import CASTS, MUL, RESHAPES, Product, is_factor, is_floating, product, widens
 from ..operands import value
 
 aten = torch.ops.aten

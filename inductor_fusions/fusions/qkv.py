@@ -18,13 +18,13 @@ from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
 from ..block_mm.sums import Sum, sum_of_products
 from ..fusion import Candidate, Fusion, Rejected, Scope, nodes_of
+from ..graph.additions import additions_behind
 from ..graph.builder import Builder, substitute
 from ..graph.facts import facts
 from ..graph.placement import Place, earliest, find
 from ..graph.products import (
     PRODUCTS,
     Product,
-    additions_behind,
     batched_linear,
     identity,
     operands_of,

@@ -10,12 +10,12 @@ from torch import fx
 
 from ..._inductor import remembered
 from ...block_mm.columns import columns
+from ...graph.additions import has_size_of
 from ...graph.products import (
     CASTS,
     MUL,
     RESHAPES,
     Product,
-    has_size_of,
     is_floating,
     is_pointwise,
     product,

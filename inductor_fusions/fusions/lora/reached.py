@@ -9,20 +9,8 @@ from torch import fx
 
 from ..._inductor import remembered
 from ...block_mm import guards
-from ...graph.products import (
-    CASTS,
-    DIV,
-    MUL,
-    RESHAPES,
-    added_matrix,
-    additions_behind,
-    has_size_of,
-    is_floating,
-    is_sum,
-    product,
-    scaled,
-    summands,
-)
+from ...graph.additions import added_matrix, additions_behind, has_size_of, is_sum, summands
+from ...graph.products import CASTS, DIV, MUL, RESHAPES, is_floating, product, scaled
 from ...operands import tensor
 from ...reasons import Reason, Said
 from .adapters import adapter_of, step, times_tensor, weighted

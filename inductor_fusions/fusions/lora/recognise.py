@@ -15,20 +15,8 @@ import torch
 from torch import fx
 
 from ..._inductor import known_true
-from ...graph.products import (
-    CASTS,
-    RESHAPES,
-    Product,
-    added_matrix,
-    additions_behind,
-    has_size_of,
-    is_floating,
-    is_sum,
-    product,
-    restored,
-    summands,
-    through,
-)
+from ...graph.additions import added_matrix, additions_behind, has_size_of, is_sum, summands
+from ...graph.products import CASTS, RESHAPES, Product, is_floating, product, restored, through
 from ...operands import holds, value
 from ...reasons import Reason
 from .adapters import Adapter, Step, adapter_of, step, weighted

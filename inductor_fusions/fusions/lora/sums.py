@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from ...graph.products import additions_behind, product, summands
+from ...graph.additions import additions_behind, summands
+from ...graph.products import product
 from ...operands import value
 from ...reasons import Reason
 from .adapters import step

@@ -12,17 +12,15 @@ from torch import fx
 from ..._inductor import known_true
 from ...block_mm import guards
 from ...fusion import Candidate, LeftToStock, Reported
+from ...graph.additions import additions_behind, is_sum, summands
 from ...graph.products import (
     CASTS,
     RESHAPES,
-    additions_behind,
     batched_linear,
     identity,
     is_pointwise,
-    is_sum,
     product,
     repeated_matrix,
-    summands,
     through,
     users_behind,
 )

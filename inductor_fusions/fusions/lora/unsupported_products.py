@@ -10,15 +10,8 @@ from torch import fx
 from ..._inductor import known_true
 from ...block_mm import guards
 from ...fusion import Candidate, LeftToStock, Reported
-from ...graph.products import (
-    Product,
-    added_matrix,
-    additions_behind,
-    has_size_of,
-    identity,
-    product,
-    summands,
-)
+from ...graph.additions import added_matrix, additions_behind, has_size_of, summands
+from ...graph.products import Product, identity, product
 from ...operands import value
 from ...reasons import Reason
 from .adapters import MOST_RANK, adapter_of, is_low_rank, source, with_bias

@@ -44,7 +44,13 @@ def explain(
         typer.Option(help="Dtype of the weights; default: bfloat16 on a GPU, otherwise float32."),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size of a Hugging Face model's input.")] = 2,
-    seq: Annotated[int, typer.Option(min=1, help="Sequence length of a Hugging Face model's input.")] = 128,
+    seq: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Sequence length of a Hugging Face model's input; default: 128, or the most that it takes.",
+        ),
+    ] = None,
     padded: Annotated[bool, typer.Option("--padded", help="Pass a padding mask.")] = False,
     no_cache: Annotated[
         bool,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,18 @@ _LAYER_COUNTS = (
 
 
 def from_hugging_face(
-    name: str, attn: Attention | None, batch: int, seq: int, padded: bool, layers: int | None, is_run: bool
+    name: str,
+    attn: Attention | None,
+    batch: int,
+    seq: int | None,
+    padded: bool,
+    layers: int | None,
+    is_run: bool,
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A model and its inputs, by the name of a configuration or a folder.
 
     Args:
+        seq: the number of tokens; by default 128, or the most that the model takes.
         is_run: whether the model gets random weights; else they are on the meta device, and take no memory.
     """
     transformers = need_transformers()
@@ -78,8 +86,8 @@ def from_hugging_face(
         model_config = _configuration(transformers, name)
         if layers is not None:
             shrink(model_config, layers)
-        limit = getattr(model_config, "max_position_embeddings", None)
-        if isinstance(limit, int) and seq > limit > 0:
+        limit = _most_tokens(model_config)
+        if seq is not None and seq > limit:
             raise UserError(f"--seq {seq}: {name} supports at most {limit} tokens")
         options = {"attn_implementation": attn.value} if attn is not None else {}
         if is_run:
@@ -87,11 +95,18 @@ def from_hugging_face(
         torch.manual_seed(0)
         with contextlib.nullcontext() if is_run else torch.device("meta"):
             model: Any = transformers.AutoModel.from_config(model_config, **options)
-        return model, hugging_face_inputs(model, batch, seq, padded)
+        return model, hugging_face_inputs(model, batch, seq or min(128, limit), padded)
     except UserError:
         raise
     except Exception as error:
         raise UserError(f"{name}: transformers cannot build it: {error_text(error)}") from error
+
+
+def _most_tokens(model_config: Any) -> int:
+    """How many tokens a model takes, by its configuration and by that of its text model."""
+    both = (model_config, model_config.get_text_config())
+    found = [getattr(each, "max_position_embeddings", None) for each in both]
+    return min((limit for limit in found if isinstance(limit, int) and limit > 0), default=sys.maxsize)
 
 
 def _configuration(transformers: Any, name: str) -> Any:

@@ -206,6 +206,16 @@ def test_on_the_command_line():
     assert "nvidia_h200" in done.stdout or "measure" in done.stdout
 
 
+def test_a_model_that_takes_few_tokens():
+    """Its text model has the limit, which is less than the default."""
+    pytest.importorskip("transformers")
+    command = ["explain", "clip", "--layers", "1", "--target", "h200"]
+    done = CliRunner().invoke(cli.app, command)
+    assert done.exit_code == 0 and "fused" in done.stdout, done.output
+    done = CliRunner().invoke(cli.app, [*command, "--seq", "78"])
+    assert done.exit_code == 2 and "at most 77 tokens" in done.output + done.stderr
+
+
 def test_weights_take_no_memory(monkeypatch):
     """A whole training step of a model that this machine cannot hold is explained for another one."""
     pytest.importorskip("transformers")

@@ -164,7 +164,7 @@ MODELS = {
 #: What is left of an architecture, with the reason. The windows of LED's encoder are no matrix product.
 NOT_FUSED = {
     "convbert": "no-product",  # the softmax is one of a convolution's kernel
-    "led": "overwritten",  # scores are written diagonal by diagonal
+    "led": "in-between",  # scores are written diagonal by diagonal, into a new tensor
 }
 
 

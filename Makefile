@@ -53,7 +53,7 @@ help: ## list the targets
 demo: $(READY) ## compile four whole models, stock and fused, and compare them
 	$(PY) -m inductor_fusions demo $(DEMO_ARGS)
 
-test: lint typecheck quick ## ruff, mypy and a selection of the tests: seven minutes on two cores
+test: lint typecheck quick ## ruff, mypy and a selection of the tests: seven to ten minutes on two cores
 
 check: lint typecheck $(READY) ## ruff, mypy and the cheapest tests: three minutes on two cores
 	$(call pytest,--part quick --budget 90 $(SEEDED))

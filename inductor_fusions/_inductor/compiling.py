@@ -146,15 +146,15 @@ def inductor() -> Callable[..., Any]:
     return backend
 
 
-def passes_only(autograd_on: str | None = None) -> Callable[..., Any]:
+def passes_only(traces_on_cpu: bool = False) -> Callable[..., Any]:
     """A backend, equal to no other, that is Inductor up to its last pass.
 
     Every decision of a fusion is taken in a pass, so this shows them all without generating code.
 
     Args:
-        autograd_on: None, and aten operations are run afterwards; or "cpu", for fake tensors on a CUDA device
-            that is absent (`moving.autograd_on_cpu`): the backward is compiled as well, and the caller's
-            graph is run afterwards, whose gradients nobody can take.
+        traces_on_cpu: for fake tensors on a CUDA device that is absent: autograd is traced on the CPU
+            (`moving.autograd_on_cpu`), the backward is compiled as well, and the caller's graph is run
+            afterwards, whose gradients nobody can take. Else aten operations are run afterwards.
     """
 
     def lower(graph: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -164,7 +164,7 @@ def passes_only(autograd_on: str | None = None) -> Callable[..., Any]:
         stock: Any = importlib.import_module("torch._inductor.compile_fx")
         functorch: Any = importlib.import_module("functorch.compile")
         runs = GraphModule(graph, copy.deepcopy(graph.graph))
-        if autograd_on is not None:
+        if traces_on_cpu:
             graph, _ = on_cuda(graph, example_inputs)
         mode = fake_mode_of(graph.graph)
         with contextlib.ExitStack() as stack:
@@ -177,7 +177,7 @@ def passes_only(autograd_on: str | None = None) -> Callable[..., Any]:
 
     def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         stock: Any = importlib.import_module("torch._inductor.compile_fx")
-        if autograd_on is None:
+        if not traces_on_cpu:
             compiled: Callable[..., Any] = stock.compile_fx(graph, example_inputs, inner_compile=lower)
             return compiled
         functorch_config: Any = importlib.import_module("torch._functorch.config")

@@ -69,8 +69,8 @@ def _rewrite_devices(module: fx.GraphModule, device: torch.device) -> None:
     for node in module.graph.nodes:
         node.args = pytree.tree_map(one, node.args)
         node.kwargs = pytree.tree_map(one, node.kwargs)
-        if node.op == "call_method" and node.target == "cuda":
-            node.target = "cpu"
+        if node.op == "call_method" and node.target == "cuda":  # `x.cuda()`, perhaps with a number
+            node.target, node.args, node.kwargs = "to", (node.args[0], device), {}
     module.recompile()
 
 

@@ -161,7 +161,7 @@ def _explained(
         else:
             args, kwargs = copied((args, kwargs), train)
             with torch.enable_grad():
-                compile(fn, _inductor.passes_only(autograd_on="cpu"), dynamic)(*args, **kwargs)
+                compile(fn, _inductor.passes_only(traces_on_cpu=True), dynamic)(*args, **kwargs)
     return Explanation(
         sites=sites,
         off=reporting.are_off(),

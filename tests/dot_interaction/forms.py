@@ -259,6 +259,15 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
         lambda x, t: (torch.cat(own(t), 1) * torch.cat(own(t + 1), 1)).sum(-1), None
     ),
     "tensors of their own, over the pairs": (lambda x, t: (lambda p, q: (p * q).sum(1))(*both(own(t))), None),
+    "tensors of their own, of which some are broadcast": (
+        lambda x, t: (
+            lambda e: (both(e)[0] * both([feature[..., :1] for feature in e])[1]).sum(-1)
+        )(own(t)),
+        None,
+    ),
+    "tensors of their own, some without their dim": (
+        lambda x, t: (both(own(t))[0] * both(own(t, False), torch.stack)[1]).sum(-1), None
+    ),
     "tensors of their own, without a sum": (
         lambda x, t: nn.functional.relu(torch.mul(*both(own(t)))), "without a sum"
     ),

@@ -31,7 +31,8 @@ from .triangles import triangle
 __all__ = ["FUSION"]
 
 
-#: Inductor computes a concatenation of so few tensors where it is read; of more it is in memory.
+#: Inductor computes a concatenation of so few tensors where it is read (`max_complex_pointwise_cat_inputs` of
+#: torch/_inductor/config.py); of more it may be in memory.
 _MOST_INLINE = 8
 
 

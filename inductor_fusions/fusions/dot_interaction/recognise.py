@@ -231,6 +231,8 @@ def _of_sides(sides: tuple[Any, ...], between: tuple[fx.Node, ...]) -> _Pairs | 
     features = list(dict.fromkeys((*first, *second)))
     if len(first) != len(second) or len(features) >= len(first):  # such as norms of all
         return None
+    if len({str(value(each).shape) for each in features}) > 1:  # broadcast, or with and without their dim
+        return None
     return tuple(features), between, ([features.index(x) for x in first], [features.index(x) for x in second])
 
 

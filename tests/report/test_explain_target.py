@@ -134,8 +134,10 @@ def test_a_training_step():
 
 @pytest.mark.usefixtures("autograd")
 def test_a_training_step_of_an_attention():
+    """Where autograd is traced on the GPU, a site of `kernel_defects` may stand beside it."""
     q, k, v = (t.requires_grad_() for t in inputs(1024))
-    (site,) = explain(attention, q, k, v, train=True, gpu="nvidia_h200")
+    found = explain(attention, q, k, v, train=True, gpu="nvidia_h200")
+    (site,) = [site for site in found if site.fusion == "attention"]
     assert site.verdict == "fused" and "measure" in site.kernel
 
 

@@ -190,6 +190,10 @@ def matrices_of_pairs(x: Any) -> Any:
     return (x[0, :, None] * x[1]).expand(len(LI), -1, -1)
 
 
+def outer_products(p: Any, q: Any, x: Any) -> Any:  # DeepCTR
+    return ((p * matrices_of_pairs(x).transpose(0, 1)).sum(-1).transpose(1, 2) * q).sum(-1)
+
+
 def selected(t: Any, features: list[int]) -> Any:
     return t.index_select(1, torch.tensor(features))
 
@@ -283,6 +287,15 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
         )(own(t)),
         "through matrices",
     ),
+    "tensors of their own, through a matrix of each pair": (
+        lambda x, t: (lambda p, q: outer_products(p.unsqueeze_(1), q, x))(*both(own(t))), "through matrices"
+    ),
+    "tensors of their own, weighted": (
+        lambda x, t: (lambda p, q: (p * q * x.sum(0)).sum(-1))(*both(own(t))), "weights of each element"
+    ),
+    "others of their own, weighted": (
+        lambda x, t: (both(own(t))[0] * both(own(t + 1))[1] * x.sum(0)).sum(-1), None
+    ),
     "tensors of their own, added": (
         lambda x, t: (
             lambda e: torch.cat([e[i] + e[j] for i, j in zip(LI, LJ, strict=True)], 1)
@@ -310,11 +323,8 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
         lambda x, t: [nn.functional.linear(t[:, i], (x.t() @ x)) * t[:, 4] for i in range(4)],
         "through matrices",
     ),
-    "a matrix of each pair, element by element": (  # DeepCTR's outer products
-        lambda x, t: (
-            (t[:, LI].unsqueeze(1) * matrices_of_pairs(x).transpose(0, 1)).sum(-1).transpose(1, 2) * t[:, LJ]
-        ).sum(-1),
-        "through matrices",
+    "a matrix of each pair, element by element": (
+        lambda x, t: outer_products(t[:, LI].unsqueeze(1), t[:, LJ], x), "through matrices"
     ),
     "one by one, through a matrix of each pair": (
         lambda x, t: [t[:, i : i + 1] @ matrices_of_pairs(x)[i] * t[:, 4:5] for i in range(4)],

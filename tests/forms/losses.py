@@ -384,6 +384,12 @@ def chosen_alone_again(h: Any, w: Any, y: Any) -> Any:
     return chosen + logits.log_softmax(-1).gather(-1, y[..., None]).mean()
 
 
+@form(*HEAD, left=(1, 1), reasons=("the logsumexp of a linear's result is read by exp,",) * 2)
+def probability_of_two_equal_draws(h: Any, w: Any, y: Any) -> Any:
+    logits = F.linear(h, w)
+    return torch.exp(torch.logsumexp(2 * logits, -1) - 2 * torch.logsumexp(logits, -1))
+
+
 @form(*HEAD, left=(1, 1), reasons=("overwritten", "overwritten"))
 def halves_scaled_in_place(h: Any, w: Any, y: Any) -> Any:
     logits = F.linear(h, w)

@@ -85,6 +85,20 @@ def rotated(w: Any, a: Any) -> Any:
     return torch.einsum("ork,rkc->orc", w.view(48, 8, 4), a.reshape(8, 4, 4)).reshape(48, 32)
 
 
+def padded(w: Any, a: Any, b: Any) -> Any:
+    """Products of groups, as a convolution, in some rows of a matrix of zeros (MergedLinear of loralib)."""
+    result = w.new_zeros(w.shape)
+    result[torch.arange(24) * 2] = F.conv1d(a[None], b[:24, :2, None], groups=2).squeeze(0)
+    return result
+
+
+def placed(w: Any) -> Any:
+    """A weight in some rows of a matrix of zeros: no adapter."""
+    result = w.new_zeros(w.shape)
+    result[torch.arange(24) * 2] = w[:24] * 2
+    return result
+
+
 OTHERS: dict[str, tuple[Callable[..., Any], str | None]] = {
     "a difference to another weight": (lambda x, w, a, b, c: F.linear(x, (w + b @ a) - w * 2), "merged"),
     "two factors": (lambda x, w, a, b, c: F.linear(x, (b @ a) * c.mean() * c.sum()), "merged"),
@@ -101,6 +115,8 @@ OTHERS: dict[str, tuple[Callable[..., Any], str | None]] = {
     "FourierFT": (lambda x, w, a, b, c: F.linear(x, w + torch.fft.ifft2(w * c[:, None]).real), "merged"),
     "SHiRA": (lambda x, w, a, b, c: F.linear(x, w.index_put((torch.arange(4),), a)), "merged"),
     "DoRA": (lambda x, w, a, b, c: F.linear(x, (m := w + b @ a) / m.norm(dim=1, keepdim=True)), "merged"),
+    "rows of zeros": (lambda x, w, a, b, c: F.linear(x, w) + F.linear(x, padded(w, a, b)), "by conv1d"),
+    "rows of a weight": (lambda x, w, a, b, c: F.linear(x, placed(w)), None),
     "a sum of the weight": (lambda x, w, a, b, c: F.linear(x, (w + b @ a).sum(0, keepdim=True)), None),
     "another order": (lambda x, w, a, b, c: F.linear(x, w + (a.t() @ b.t()).view(48, 32)), "merged"),
 }

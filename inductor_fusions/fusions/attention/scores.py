@@ -18,7 +18,7 @@ from ...graph.torch_ops import Op, tensor
 from ...reasons import Reason
 from .arrangement import Arrangement
 from .masks import is_fill, is_one_or_zero
-from .no_product import between
+from .no_product import NO_PRODUCT, between, has_product
 from .normal_form import Attention, Below, Sink, Term
 from .operands import Operand
 from .structure import narrowed, predicate
@@ -184,9 +184,9 @@ class ScoreReader(Walk):
         parts, dim = op["tensors"], torch_ops.concrete(op["dim"] or 0)
         result = tensor(op.node)
         if not isinstance(parts, (list, tuple)) or len(parts) != 2 or result is None:
-            raise Reason.SINK.rejected("the scores are concatenated with more than one tensor")
+            raise _no_sink(parts, "with more than one tensor")
         if not isinstance(dim, int) or below.at.columns != (dim % result.dim(),) or below.scalers:
-            raise Reason.SINK.rejected("the scores are concatenated along a dim other than the keys")
+            raise _no_sink(parts, "along a dim other than the keys")
         first, second = (tensor(part) for part in parts)
         if first is None or second is None:
             raise Reason.NOT_A_TENSOR.rejected(
@@ -196,7 +196,7 @@ class ScoreReader(Walk):
         scores, sink = (parts[1], parts[0]) if before else (parts[0], parts[1])
         column = tensor(sink)
         if column is None or not known_true(column.shape[dim] == 1) or column.dim() < 2:
-            raise Reason.SINK.rejected("the scores are concatenated with more than one column")
+            raise _no_sink(parts, "with more than one column")
         site = self.seen(op, scores, below)
         if site.sink is not None:
             raise Reason.SINK.rejected("the attention has two sinks")
@@ -293,3 +293,11 @@ class ScoreReader(Walk):
 
     _max = _maximum
     _clamp_min = _clamp_max = _clamp
+
+
+def _no_sink(parts: Any, how: str) -> Rejected:
+    """Why tensors that are concatenated are no scores with a sink: also keys of a linear attention may be."""
+    values = {part: tensor(part) for part in parts} if isinstance(parts, (list, tuple)) else {}
+    if any(value is not None and has_product(part, value) for part, value in values.items()):
+        return Reason.SINK.rejected(f"the scores are concatenated {how}")
+    return Rejected(NO_PRODUCT)

@@ -159,7 +159,8 @@ def _through_matrices(product: Any) -> fx.Node | None:
     for side, other in ((op.input, op["other"]), (op["other"], op.input)):
         t: fx.Node | None = _source(other)
         products = 0
-        while t is not None and isinstance(side, fx.Node) and (by := read(side)) is not None:
+        known = t is not None or bool(features_of(other))
+        while known and isinstance(side, fx.Node) and (by := read(side)) is not None:
             if by.name not in _TO_MATRICES and _source(side) is None:
                 break
             if by.name == "sum" and (summed := read(by.input)) is not None and summed.name == "mul":
@@ -172,9 +173,21 @@ def _through_matrices(product: Any) -> fx.Node | None:
                     break
             else:
                 side = by.input if _source(side) is None else _source(side)
-            if products and t in (side, _source(side)):
-                return t
+            if products and (t in (side, _source(side)) if t is not None else _of_one_set(side, other)):
+                return t or other
     return None
+
+
+def _of_one_set(node: Any, other: Any) -> bool:
+    """Whether two nodes have features of one tensor, or different ones of the same tensors of one feature."""
+    first, second = gathered(node), gathered(other)
+    if first is not None and second is not None:
+        return first[0] is second[0]
+    op, others = read(node), features_of(other)
+    own = op["tensors"] if op is not None and op.name in ("cat", "stack") else ()
+    if not isinstance(own, (list, tuple)):  # also of a tensor that has one more dim later, by `unsqueeze_`
+        return False
+    return tuple(own) != others and len(own) == len(others) and not set(own).isdisjoint(others)
 
 
 def _source(node: Any) -> fx.Node | None:
@@ -203,16 +216,15 @@ def _begins_products(node: fx.Node) -> bool:
 
 def _begins_unsummed(node: fx.Node) -> bool:
     """Whether a node takes the features that others multiply one by one, and no sum follows (AFM)."""
-    t, own = gathered(node), features_of(node)
-    for product in readers(node) if t is not None or own else ():
+    t = gathered(node)
+    for product in readers(node) if t is not None or features_of(node) else ():
         op = read(product)
         if op is None or op.name != "mul" or op.input is not node:
             continue
         other = gathered(op["other"])
         if t is not None and other is not None and other[0] is t[0] and other[1] is not t[1]:
             return not _is_summed(product)
-        others = features_of(op["other"])
-        if t is None and others != own and len(others) == len(own) and set(others) & set(own):
+        if t is None and _of_one_set(node, op["other"]):
             return not _is_summed(product)
     return False
 
@@ -270,14 +282,14 @@ def _of_loop(parts: Any) -> str:
 
 def _is_weighted(product: Any) -> bool:
     """Whether a node is `t[:, i] * t[:, j] * weights`, in any order."""
-    waiting, found = [product], list[tuple[fx.Node, Any]]()
+    waiting, found = [product], list[fx.Node]()
     for each in waiting:
-        op, features = read(each), gathered(each)
-        if features is not None:
-            found.append(features)
+        op = read(each)
+        if gathered(each) is not None or features_of(each):
+            found.append(each)
         elif op is not None and op.name == "mul" and len(waiting) < 5:
             waiting += [op.input, op["other"]]
-    return len(waiting) == 5 and len(found) == 2 and found[0][0] is found[1][0]
+    return len(waiting) == 5 and len(found) == 2 and _of_one_set(*found)
 
 
 def _begins_fields(node: fx.Node) -> bool:

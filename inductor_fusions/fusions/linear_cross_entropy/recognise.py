@@ -152,12 +152,13 @@ def written_out(node: fx.Node) -> Unsupported | None:
             "F.cross_entropy(logits, torch.arange(len(logits), device=logits.device))",
         )
         return Unsupported(node, diagonal)
-    what = " and ".join(sorted(ends)[:4])
+    own = behind(node)[1]
+    read_by = f"the {op.name} of a linear's result is" if own else "the logits of a linear are"
+    what = " and ".join(sorted(own or ends)[:4])
     return Unsupported(
         node,
         Reason.LOSS.rejected(
-            f"the softmax of a linear's result is read by {what}, and only losses of one label for each "
-            "row are fused"
+            f"{read_by} read by {what}, and only losses of one label for each row are fused"
         ),
     )
 

@@ -34,9 +34,9 @@ from .second_product import made
 _VIEWS = frozenset({"view", "reshape", "contiguous"})
 #: What a weight is computed by from the product of an adapter: LoHa, LoKr, and DoRA among others.
 _FROM = VIEWS | TRANSPOSES | CASTS | frozenset("add sub mul div neg contiguous getattr kron".split())
-#: What makes a weight of those of an adapter that has no product of low rank (LoKr, FourierFT, SHiRA); or of
-#: the frozen weight, by a rotation of it (OFT, BOFT, HRA, Bone).
-_MAKES = frozenset("kron block_diag index_put scatter scatter_add index_add".split())
+#: What makes a weight of those of an adapter that has no product of low rank (LoKr, FourierFT, SHiRA,
+#: MergedLinear of loralib); or of the frozen weight, by a rotation of it (OFT, BOFT, HRA, Bone).
+_MAKES = frozenset("kron block_diag conv1d index_put scatter scatter_add index_add".split())
 _ROTATES = frozenset({"matmul", "bmm", "einsum", "baddbmm"})
 _MOST_STEPS = 32
 
@@ -178,6 +178,8 @@ def _made(weight: fx.Node, is_linear: bool) -> str:
             how = how or f"by {op.name}"
         if op.name in _FROM:
             waiting += node.all_input_nodes
+        writes = (user.args for user in node.users if user.target is operator.setitem)
+        waiting += [given for into, _, given in writes if into is node and isinstance(given, fx.Node)]
     return how
 
 

@@ -14,7 +14,8 @@ from torch import fx
 
 from .._inductor import remembered, value_of, was_erased
 from . import inplace
-from .writes import is_opaque, may_update_statistics, name_of, written
+from .modes import name_of
+from .writes import is_opaque, may_update_statistics, written
 
 #: Functions of Python and methods that compute a value, and have no operation of their name.
 _PURE = frozenset(

@@ -23,6 +23,8 @@ TRANSFORMS = {
     "_enter_dual_level": "_exit_dual_level",
     "enter_dual_level": "exit_dual_level",
 }
+#: Regions whose values autograd treats otherwise.
+GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 #: Settings of one backend of SDPA, by its public and its private function.
 _BACKENDS = {
     "enable_flash_sdp": "FLASH_ATTENTION",

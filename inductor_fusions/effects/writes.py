@@ -19,8 +19,7 @@ from torch import fx
 from .._inductor import remembered, value_of, with_memory
 from ..operands import tensor
 from ..reasons import Reason
-from .modes import Modes
-from .modes import name_of as name_of
+from .modes import Modes, name_of
 
 #: `operator.iadd` and the like, and their names as methods.
 _IN_PLACE = frozenset(
@@ -40,9 +39,6 @@ _READ_BY_DYNAMO = frozenset(
     {"numpy_attr_wrapper", "untyped_storage_size", "_register_hook_trampoline", "prim_to_local",
      "prim_redistribute", "prim from_local"}
 )  # fmt: skip
-
-#: Regions whose values autograd treats otherwise.
-GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
 
 # -- what a node writes to ---------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from .._inductor import known_true
+from ..fusion import Rejected
 from ..reasons import Reason
 from .torch_ops import Op, tensor
 
@@ -32,6 +33,19 @@ class Equation:
     def turned(self) -> Equation:
         """The equation with the operands swapped."""
         return Equation(self.text, self.second, self.first, self.result, self.right, self.left)
+
+    @property
+    def summed(self) -> str:
+        """The letters that it sums over products of both operands."""
+        return "".join(c for c in self.first if c in self.second and c not in self.result)
+
+
+def equation_of(op: Op) -> Equation | None:
+    """The equation of a product; None where `equation` refuses it."""
+    try:
+        return equation(op)
+    except Rejected:
+        return None
 
 
 def equation(op: Op) -> Equation:

@@ -78,7 +78,7 @@ _SYNONYMS = {
     "or": "bitwise_or", "invert": "bitwise_not", "not": "bitwise_not", "inv": "bitwise_not",
     "__and__": "bitwise_and", "__or__": "bitwise_or", "__invert__": "bitwise_not",
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne",
-    "_safe_softmax": "safe_softmax", "type_as": "type_as", "clip": "clamp",
+    "_safe_softmax": "safe_softmax", "clip": "clamp",
     "concat": "cat", "concatenate": "cat", "absolute": "abs", "cross_entropy_loss": "cross_entropy",
     "nll_loss_nd": "nll_loss", "_get_data_attr": "detach",
 }  # fmt: skip
@@ -149,7 +149,7 @@ class Op:
 def _functions() -> dict[Callable[..., Any], str]:
     """Every function object that Dynamo may put into a graph for a name in `SIGNATURES`."""
     table: dict[Callable[..., Any], str] = {}
-    names = [*SIGNATURES, *_SYNONYMS, "scaled_dot_product_attention"]
+    names = [*SIGNATURES, *_SYNONYMS]
     for container in (torch, F, torch.special, torch._C._nn, operator, torch.Tensor, torch._C._autograd):
         for name in names:
             for suffix in ("", "_"):
@@ -159,9 +159,7 @@ def _functions() -> dict[Callable[..., Any], str]:
     for name in ("add", "sub", "mul", "truediv", "and", "or", "matmul"):
         table[getattr(operator, "i" + name)] = name + "_"
     table[operator.and_], table[operator.or_], table[operator.not_] = "and", "or", "logical_not"
-    table[operator.getitem], table[getattr] = "getitem", "getattr"
-    # Binary forms of torch.min and torch.max.
-    table[torch.min], table[torch.max] = "min", "max"
+    table[getattr] = "getattr"
     return table
 
 
@@ -185,7 +183,7 @@ _FUNCTION_ARGUMENTS: dict[Any, tuple[str, ...]] = {
 }
 _ARGUMENT_NAMES = {
     "self": "input", "mat2": "other", "tensor": "other", "train": "training", "axis": "dim",
-    "vec2": "other", "batch1": "batch1", "index": "index", "mask": "mask", "fill_value": "fill_value",
+    "vec2": "other",
 }  # fmt: skip
 
 

@@ -14,8 +14,8 @@ from collections.abc import Collection
 from torch import fx
 
 from .._inductor import fake_mode_of, hint, known_true, suppress_guards
-from ..effects.modes import TRANSFORMS
-from ..effects.writes import GRADIENT_MODES, may_alias, name_of, storage, written
+from ..effects.modes import GRADIENT_MODES, TRANSFORMS, name_of
+from ..effects.writes import may_alias, storage, written
 from ..graph.builder import Builder
 from ..operands import tensor
 from .copies import OWN

@@ -22,7 +22,9 @@ from torch import fx
 
 from .. import _inductor
 from .._inductor import fake_mode_of, hint, known_true, range_of, suppress_guards, value_of
-from ..effects.writes import is_opaque, may_alias, memory, name_of, written
+from ..effects.derivatives import takes_gradient
+from ..effects.modes import name_of
+from ..effects.writes import is_opaque, may_alias, memory, written
 from ..graph.builder import Builder
 from ..graph.facts import change
 from ..operands import tensor
@@ -37,8 +39,6 @@ _NEW = frozenset(
     "softmax log_softmax sum mean amax amin max min norm var std cat concat stack where masked_fill clone "
     "layer_norm rms_norm group_norm batch_norm matmul conv1d conv2d conv3d".split()
 )
-#: Calls that return gradients: new memory, with the layout that the backward of a fused operation gives them.
-_GRADIENTS = frozenset({"autograd_grad", "grad"})
 #: Operations whose results depend on the strides or the memory layout of an operand.
 _STRIDED = frozenset(
     "as_strided stride storage_offset data_ptr is_contiguous unfold resize resize_as set "
@@ -204,7 +204,8 @@ class _Walk:
         if overwritten and not any(node in overwritten for node in reached):
             return  # has the strides of what is written to
         # Where transforms of torch.func wrap values, memory alone does not tell.
-        new = name in _NEW | _GRADIENTS and not overwritten
+        # Gradients too: with the layout that the backward of a fused operation gives them.
+        new = (name in _NEW or takes_gradient(user)) and not overwritten
         for node in reached:
             if not new and _share(user, node) and self._base[node].node is not None:
                 self._base[user] = self._base[node]
@@ -293,7 +294,7 @@ def _sees_strides(user: fx.Node, node: fx.Node) -> bool:
     target = user.target
     if user.op == "call_module":
         return True
-    if name_of(user).strip("_") in _GRADIENTS:
+    if takes_gradient(user):
         return False
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _takes_a_body(user)

@@ -137,8 +137,9 @@ def mask_of(case: Case, shown: torch.Tensor) -> torch.Tensor | None:
     return torch.where(shown, bias, hides)
 
 
-def exact(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-          shown: torch.Tensor) -> torch.Tensor:  # fmt: skip
+def exact(
+    case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
     """softmax(scale * q @ k^T + mask) @ v in float64, as SDPA has it."""
     group = case.heads // case.kv_heads
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
@@ -163,19 +164,24 @@ def with_garbage(case: Case, k: torch.Tensor, v: torch.Tensor, shown: torch.Tens
     v.masked_fill_(hidden, case.garbage)
 
 
+def prepared(
+    case: Case, dtype: torch.dtype = torch.float16
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """q, k, v and the mask, and the result in float64: without what is no number in keys that nobody sees."""
+    q, k, v, shown = inputs(case, dtype)
+    mask = mask_of(case, shown)
+    if mask is not None:  # what hides all keys of a query hides none: there garbage is a number, and counts
+        with_garbage(case if math.isfinite(case.garbage) else replace(case, garbage=0.0), k, v, shown)
+    right = exact(case, q, k, v, mask)
+    if mask is not None:
+        with_garbage(case, k, v, shown)
+    return q, k, v, mask, right
+
+
 def errors(name: str) -> float:
     """Relative error of the result against float64, whatever is in keys that nobody sees."""
     case = CASES[name]
-    q, k, v, shown = inputs(case)
-    mask = mask_of(case, shown)
-    garbage = bool(case.mask) and not math.isfinite(case.garbage)
-    if garbage:
-        zero = replace(case, garbage=0.0)
-        with_garbage(zero, k, v, shown)
-    right = exact(case, q, k, v, mask, shown)
-    if garbage:
-        with_garbage(case, k, v, shown)
-
+    q, k, v, mask, right = prepared(case)
     lowest = None if mask is None or mask.dtype == torch.bool else lowest_of(mask, mask.dtype)
     listed = None if mask is None else kernels.order(mask, lowest, case.kv_heads, case.tile[0])
     out = kernels.attention(

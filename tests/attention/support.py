@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from inductor_fusions import config, testing
 from inductor_fusions.fusions.attention import flex
@@ -122,6 +123,26 @@ def through_flex(fn: Function, inputs: Sequence[Any] | Mapping[str, Any], **opti
     unfused(fn, inputs, FLEX, **options)
     with flex_everywhere():
         return check(fn, inputs, kernel="flex", **options)
+
+
+def counted(fn: Function) -> tuple[Function, CompileCounterWithBackend]:
+    """A function as it is compiled for all sizes, without generated code; and what counts its graphs."""
+    torch._dynamo.reset()
+    counter, passes = CompileCounterWithBackend("aot_eager"), testing._AfterPasses([])
+
+    def backend(graph: Any, example_inputs: Any) -> Any:
+        counter(graph, example_inputs)
+        return passes(graph, example_inputs)
+
+    return torch.compile(fn, dynamic=True, backend=backend), counter
+
+
+def code_for_a_gpu(fn: Function, inputs: Sequence[Any], **options: Any) -> Any:
+    """What Inductor writes for a GPU: `cuda_codegen.generate` without running it."""
+    pytest.importorskip("triton")
+    from devtools import cuda_codegen
+
+    return cuda_codegen.generate(fn, inputs, run=False, **options)
 
 
 def sdpa(run: testing.Capture) -> torch.fx.Node:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.attention.support import capture, cases, check, flex_everywhere, qkv, rand, unfused
+from tests.attention.support import capture, cases, check, flex_everywhere, qkv, rand
 from tests.cases import masks
 from tests.cases.masks import written
 from tests.support.arguments import named
@@ -24,22 +24,6 @@ def causal() -> torch.Tensor:
 
 def segments() -> torch.Tensor:
     return masks.segments(B, S)
-
-
-@pytest.mark.parametrize("form", ["boolean", "additive"])
-@pytest.mark.parametrize("name", ["causal+window", "causal+document", "causal+pad"])
-def test_call_of_sdpa(name: str, form: str) -> None:
-    """Flex attention where it can be had; else it is left as it is."""
-
-    def mask(data, n):
-        seen = masks.CLASSES[name][0](data, n)
-        return seen if form == "boolean" else torch.where(seen, 0.0, LOWEST)
-
-    fn, inputs = written(mask, "call"), (*qkv(S, S, heads=H), segments())
-    if form == "additive":  # tests/properties/test_masks.py has the other
-        with flex_everywhere("flex"):
-            check(fn, inputs, kernel="flex")
-    unfused(fn, inputs, "already an SDPA call")
 
 
 def test_call_of_sdpa_with_fully_masked_rows() -> None:

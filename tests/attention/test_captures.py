@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from devtools import cuda_codegen
 from inductor_fusions import config
-from tests.attention.support import cases, check, flex_everywhere
+from tests.attention.support import cases, check, code_for_a_gpu, flex_everywhere
 
 B, H, S, D = 2, 4, 256, 64
 LOWEST = torch.finfo(torch.bfloat16).min
@@ -101,13 +102,8 @@ def inputs(dtype: torch.dtype = torch.bfloat16, grad: bool = False, length: int 
 ])  # fmt: skip
 @cases(CASES)
 def test_compiles_for_a_gpu(case: Any, train: bool, dynamic: bool) -> None:
-    pytest.importorskip("triton")
-    from devtools import cuda_codegen
-
     with flex_everywhere("flex"), config.patch(strict=True, policy="always"):
-        code = cuda_codegen.generate(
-            case, inputs(grad=train), train=train, run=False, dynamic=dynamic or None
-        )
+        code = code_for_a_gpu(case, inputs(grad=train), train=train, dynamic=dynamic or None)
     assert len(code.modules) == 1 + train
     for module in code.modules if not dynamic else ():
         assert any(kernel.is_template and "flex_attention" in kernel.name for kernel in module.kernels)
@@ -134,8 +130,6 @@ ONE_PLACE: dict[str, Callable[[], torch.Tensor]] = {
 @cases(ONE_PLACE)
 def test_one_place_of_a_range(case: Any, q_len: int) -> None:
     """Inductor writes that place as a number without the dims of a tile, and fails to broadcast it."""
-    pytest.importorskip("triton")
-    from devtools import cuda_codegen
 
     def filled(q: Any, k: Any, v: Any) -> Any:
         later = torch.arange(S) > torch.arange(q_len)[:, None]
@@ -144,7 +138,7 @@ def test_one_place_of_a_range(case: Any, q_len: int) -> None:
     # One head: what many share is computed before the kernel in any case.
     q, k, v = (torch.randn(1, 1, length, D).bfloat16() for length in (q_len, S, S))
     with flex_everywhere("flex"), config.patch(strict=True, policy="always"):
-        code = cuda_codegen.generate(filled, (q, k, v), run=False)
+        code = code_for_a_gpu(filled, (q, k, v))
     (kernel,) = [each for each in code.kernels if each.is_template]
     assert "flex_attention" in kernel.name
     cuda_codegen.compile_kernel(kernel.source, 90)
@@ -154,8 +148,6 @@ def test_one_place_of_a_range(case: Any, q_len: int) -> None:
 @pytest.mark.parametrize("shared", [1, 2, 4])
 def test_few_queries_of_many_heads(q_len: int, shared: int) -> None:
     """The template for few queries has no tile where those of the heads that share keys exceed a block."""
-    pytest.importorskip("triton")
-    from devtools import cuda_codegen
 
     def padded(q, k, v, pad):
         scores = q @ k.repeat_interleave(4 // shared, 1).transpose(-1, -2) * 0.125
@@ -165,5 +157,5 @@ def test_few_queries_of_many_heads(q_len: int, shared: int) -> None:
     q = torch.randn(B, 4, q_len, D).bfloat16()
     k, v = (torch.randn(B, shared, S, D).bfloat16() for _ in range(2))
     with flex_everywhere("flex"), config.patch(strict=True, policy="always"):
-        code = cuda_codegen.generate(padded, (q, k, v, inputs()[2]), run=False)
+        code = code_for_a_gpu(padded, (q, k, v, inputs()[2]))
     assert any(kernel.is_template and "flex" in kernel.name for kernel in code.forward.kernels)

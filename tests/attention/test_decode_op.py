@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,15 +32,7 @@ def test_numbers_of_the_kernels(name: str, errors: Callable[[str], float]) -> No
 def test_numbers_without_kernels(name: str) -> None:
     """What torch makes of the operation, in float64."""
     case = CASES[name]
-    q, k, v, shown = decode_interpreted.inputs(case, torch.float64)
-    mask = decode_interpreted.mask_of(case, shown)
-    if case.mask:
-        decode_interpreted.with_garbage(replace(case, garbage=0.0), k, v, shown)
-    right = decode_interpreted.exact(case, q, k, v, mask, shown)
-    if case.mask:
-        decode_interpreted.with_garbage(case, k, v, shown)
-    if case.mask and math.isfinite(case.garbage):
-        right = decode_interpreted.exact(case, q, k, v, mask, shown)
+    q, k, v, mask, right = decode_interpreted.prepared(case, torch.float64)
     found = attend(q, k, v, mask, (*case.tile, 4, 2), case.scale, case.causal)
     # A row in which all keys hold the lowest number of float32 has the digits of float32.
     torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-7)

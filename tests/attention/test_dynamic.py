@@ -17,6 +17,7 @@ from tests.attention.support import (
     capture,
     cases,
     check,
+    counted,
     flex_everywhere,
     qkv,
     rand,
@@ -131,15 +132,7 @@ def test_one_graph_for_all_sizes(case) -> None:
     sizes = [(2, 9, 9), (3, 5, 11), (5, 11, 5), (4, 7, 7)]
     counts = []
     for enabled in (False, True):
-        torch._dynamo.reset()
-        counter = CompileCounterWithBackend("aot_eager")
-        passes = testing._AfterPasses([])
-
-        def backend(graph, example_inputs, counter=counter, passes=passes):
-            counter(graph, example_inputs)
-            return passes(graph, example_inputs)
-
-        compiled = torch.compile(case, dynamic=True, backend=backend)
+        compiled, counter = counted(case)
         with config.patch(policy="always", enabled=enabled):
             for batch, q_len, kv_len in sizes:
                 q, k, v = qkv(q_len, kv_len, batch=batch, grad=False)

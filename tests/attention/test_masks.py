@@ -152,26 +152,6 @@ def test_not_a_mask(case) -> None:
     expect(scored(lambda s, m: change(s * 0.3, m)), inputs)
 
 
-AFTER = {
-    "masked elsewhere": (lambda w, m: w.masked_fill(m, 0.0), "mask"),
-    "masked by another number": (lambda w, m: w.masked_fill(~m, 0.5), "in-between"),
-    "multiplied by numbers": (lambda w, m: w * (m + 1.0), "in-between"),
-    "normalised over the queries": (lambda w, m: w / w.sum(-2, keepdim=True), "weights"),
-    "nan_to_num of another number": (lambda w, m: w.nan_to_num(0.5), "in-between"),
-}
-
-
-@cases(AFTER)
-def test_weights_masked(case) -> None:
-    below, reason = case
-
-    def fn(q, k, v, mask):
-        weights = torch.softmax((q @ k.transpose(-1, -2)).masked_fill(~mask, LOWEST), dim=-1)
-        return below(weights, mask) @ v
-
-    unfused(fn, (*qkv(), visible(BATCH, 1, Q_LEN, KV_LEN)), reason)
-
-
 @pytest.mark.parametrize("which", ["the mask", "its inverse"])
 def test_condition_overwritten(which: str) -> None:
     """The condition changes between the fill and the product with v."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
-from inductor_fusions import config, testing
+from inductor_fusions import config
 from tests.attention.support import (
     BATCH,
     HEADS,
@@ -16,6 +15,8 @@ from tests.attention.support import (
     capture,
     cases,
     check,
+    code_for_a_gpu,
+    counted,
     flex_everywhere,
     qkv,
     rand,
@@ -227,14 +228,8 @@ def test_softcap_attribute_that_changes() -> None:
     """The number is read anew in each call, and no graph is made for it."""
     counts = []
     for enabled in (False, True):
-        torch._dynamo.reset()
-        counter, passes, model = CompileCounterWithBackend("aot_eager"), testing._AfterPasses([]), Capped()
-
-        def backend(graph, example_inputs, counter=counter, passes=passes):
-            counter(graph, example_inputs)
-            return passes(graph, example_inputs)
-
-        compiled = torch.compile(model, dynamic=True, backend=backend)
+        model = Capped()
+        compiled, counter = counted(model)
         with flex_everywhere("flex"), config.patch(policy="always", enabled=enabled), torch.no_grad():
             for model.cap in (5.0, 0.5, 2.0):
                 inputs = rows_of_heads(grad=False)
@@ -245,11 +240,8 @@ def test_softcap_attribute_that_changes() -> None:
 
 def test_softcap_attribute_is_lowered() -> None:
     """Compiled for a GPU, forward and backward, with a symbolic cap."""
-    pytest.importorskip("triton")
-    from devtools import cuda_codegen
-
     inputs = tuple(t.detach().half().requires_grad_() for t in rows_of_heads(200))
     with flex_everywhere("flex"), config.patch(strict=True):
-        code = cuda_codegen.generate(Capped(), inputs, train=True, run=False, dynamic=True)
+        code = code_for_a_gpu(Capped(), inputs, train=True, dynamic=True)
     for module in code.modules:
         assert any(kernel.is_template and "flex_attention" in kernel.name for kernel in module.kernels)

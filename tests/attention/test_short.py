@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from devtools import cuda_codegen
 from inductor_fusions import config, ops, testing
 from inductor_fusions.fusions.attention.short import plan
 from inductor_fusions.fusions.attention.short.op import SHORT_ATTENTION, SHORT_ATTENTION_BACKWARD
@@ -20,6 +21,7 @@ from tests.attention.support import (
     capture,
     cases,
     check,
+    code_for_a_gpu,
     qkv,
     rand,
     scored,
@@ -164,9 +166,6 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_machine_code(shape: str, arch: int) -> None:
     """One kernel each way, without a copy, that fits and does not spill."""
-    pytest.importorskip("triton")
-    from devtools import cuda_codegen
-
     (batch, heads, length, dim), kinds, dtype = SHAPES[shape]
     if batch > 64 and arch != 90:
         pytest.skip("one architecture is enough for the loop over samples")
@@ -187,7 +186,7 @@ def test_machine_code(shape: str, arch: int) -> None:
         return ops.short_attention(q, k, v, masks).transpose(1, 2).flatten(2)
 
     with several, config.patch(strict=True):
-        made = cuda_codegen.generate(fn, (q, k, v, *masks), train=True, run=False, arch=arch)
+        made = code_for_a_gpu(fn, (q, k, v, *masks), train=True, arch=arch)
     for module in made.modules:
         assert not module.extern_calls
         (kernel,) = [kernel for kernel in module.kernels if kernel.is_template]
@@ -354,9 +353,6 @@ def test_call_with_a_boolean_mask(shape: tuple[int, ...]) -> None:
 def test_swin(attention: str) -> None:
     """Shifted windows of a whole model: no mask of every image is written."""
     transformers = pytest.importorskip("transformers")
-    pytest.importorskip("triton")
-    from devtools import cuda_codegen
-
     options = transformers.SwinConfig(
         image_size=32,
         patch_size=2,
@@ -371,7 +367,7 @@ def test_swin(attention: str) -> None:
     with short_everywhere():
         check(model, (pixels,), kernel="short", fused=2)
         with config.patch(strict=True), torch.no_grad():
-            made = cuda_codegen.generate(lambda x: model(x)[0], (pixels,), run=False)
+            made = code_for_a_gpu(lambda x: model(x)[0], (pixels,))
     found = [kernel for kernel in made.kernels if kernel.is_template]
     assert len(found) == 2
     assert ["MASK1" in kernel.source for kernel in found] == [False, True]

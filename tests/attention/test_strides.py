@@ -11,7 +11,7 @@ from torch import fx
 
 from inductor_fusions import config, testing
 from inductor_fusions._inductor import value_of
-from tests.attention.support import cases, check, flex_everywhere, qkv, scored, sdpa
+from tests.attention.support import cases, check, code_for_a_gpu, flex_everywhere, qkv, scored, sdpa
 
 B, H, N, D = 2, 3, 32, 16
 
@@ -104,14 +104,11 @@ def test_gradient_of_views(case: Any) -> None:
 )
 def test_code_for_cuda(case: Any) -> None:
     """The buffer of the bias is as large as its strides say, and nothing reads it with others."""
-    pytest.importorskip("triton")
-    from devtools import cuda_codegen
-
     shape, view = case
     fn = lambda q, k, v, x: attend(q, k, v, view(q, x))  # noqa: E731
     with config.patch(policy="always", attention_kernel="sdpa"):
         inputs = (*qkv(N, N, grad=False), torch.randn(shape))
-        code = cuda_codegen.generate(fn, inputs, run=False, change=through_efficient)
+        code = code_for_a_gpu(fn, inputs, change=through_efficient)
     wrapper = code.forward.wrapper
     assert f"empty_strided_cuda(({B}, {H}, {N}, {N}), ({H * N * N}, {N * N}, {N}, 1)" in wrapper
     assert not any("as_strided" in kernel.name for kernel in code.kernels)
@@ -210,10 +207,7 @@ def test_captured_by_flex_attention(case: Any) -> None:
     hidden[..., 0] = 0.0
     fn = lambda q, k, v, x, m: torch.softmax(case(q, k, x, m), -1) @ v  # noqa: E731
     inputs = (*qkv(N, N, grad=False), torch.randn(B, H, N, N + 8), hidden)
-    pytest.importorskip("triton")
-    from devtools import cuda_codegen
-
     with flex_everywhere("flex"), config.patch(strict=True, policy="always"):
         check(fn, inputs, kernel="flex", train=False)
-        code = cuda_codegen.generate(fn, inputs, run=False)
+        code = code_for_a_gpu(fn, inputs)
     assert any(kernel.is_template and "flex_attention" in kernel.name for kernel in code.kernels)

@@ -262,6 +262,7 @@ NO_ZEROS = {
     "a number that is data": lambda w, hidden: torch.where(hidden, w.detach().amin(), w),
     "a product with twice the mask": lambda w, hidden: w * ((~hidden).to(w.dtype) * 2),
     "a product with the masked keys": lambda w, hidden: w * hidden.to(w.dtype),
+    "a product with one more than the mask": lambda w, hidden: w * ((~hidden) + 1.0),
     "overwritten in between": lambda w, hidden: zero(w, hidden.logical_not_()),
 }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inductor_fusions import config, testing
-from tests.attention.support import capture, check, flex_everywhere, qkv
+from tests.attention.support import capture, check, code_for_a_gpu, flex_everywhere, qkv
 from tests.cases.masks import (
     CASES,
     HEADS,
@@ -96,14 +96,11 @@ def with_sizes() -> Iterator[Any]:
 @pytest.mark.parametrize(("case", "dynamic"), list(with_sizes()))
 def test_no_buffer_of_pairs(case: Case, dynamic: bool) -> None:
     """Compiled for a GPU, forward and backward, nothing as large as (queries, keys) is allocated."""
-    pytest.importorskip("triton")
-    from devtools import cuda_codegen
-
     length = 640
     with flex_everywhere("flex"), config.patch(strict=True):
-        code = cuda_codegen.generate(
+        code = code_for_a_gpu(
             heads_of_projections(case.fn), projections(2, length, dtype=torch.float16),
-            train=True, run=False, dynamic=dynamic,
+            train=True, dynamic=dynamic,
         )  # fmt: skip
     assert [module.is_backward for module in code.modules] == [False, True]
     for module in code.modules:
@@ -121,9 +118,6 @@ def test_inference_is_lowered(case: Case) -> None:
 
     Of two layers: the second reads what the first has put into memory.
     """
-    pytest.importorskip("triton")
-    from devtools import cuda_codegen
-
     attention = heads_of_projections(case.fn)
 
     def layers(q: Any, k: Any, v: Any, data: Any) -> Any:
@@ -131,7 +125,7 @@ def test_inference_is_lowered(case: Case) -> None:
 
     inputs = projections(2, 640, dtype=torch.float16, grad=False)
     with flex_everywhere("flex"), config.patch(strict=True):
-        code = cuda_codegen.generate(layers, inputs, run=False)
+        code = code_for_a_gpu(layers, inputs)
     assert len([name for name in code.forward.launches if "flex_attention" in name]) == 2
 
 

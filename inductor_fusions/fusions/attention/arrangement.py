@@ -79,17 +79,14 @@ class Arrangement:
 
     def above(self, dims: Sequence[int]) -> Arrangement:
         """The arrangement of a tensor that was permuted by `dims` to the one at hand."""
-        return self._renamed(dims)
+        lead, rows, columns = (
+            tuple(dims[d] for d in group) for group in (self.lead, self.rows, self.columns)
+        )
+        return Arrangement(lead, rows, columns)
 
     def below(self, dims: Sequence[int]) -> Arrangement:
         """The arrangement of the tensor at hand after it is permuted by `dims`."""
-        return self._renamed([list(dims).index(d) for d in range(len(dims))])
-
-    def _renamed(self, names: Sequence[int]) -> Arrangement:
-        lead, rows, columns = (
-            tuple(names[d] for d in group) for group in (self.lead, self.rows, self.columns)
-        )
-        return Arrangement(lead, rows, columns)
+        return self.above([list(dims).index(d) for d in range(len(dims))])
 
     def viewed(self, own: Sequence[Any], other: Sequence[Any]) -> Arrangement | None:
         """The arrangement of a tensor with the same elements in row-major order.

@@ -54,7 +54,11 @@ def canonicalise(site: Attention, interpreter: Interpreter) -> Problem:
     scalers, *late_scalers = [_scalers(part.scalers, target) for part in parts]
     key_scalers, scalers = _by_keys(scalers)
     if key_scalers or value_scalers:
-        short_k, short_v = _scalable(full_k, full_v, dtype)
+        if dtype == torch.float16:
+            raise Reason.RANGE.rejected(
+                "keys or values may overflow in float16 when factors are applied to them"
+            )
+        short_k, short_v = full_k, full_v
     problem = Problem(
         q=q, k=short_k, v=short_v, full_k=full_k, full_v=full_v, scale=site.scale, dropout=site.dropout,
         causal=left is None, dtype=dtype, results=site.results,
@@ -77,7 +81,8 @@ def canonicalise(site: Attention, interpreter: Interpreter) -> Problem:
         overwritten=interpreter.mutations.touch,
         version=interpreter.mutations.last,
     )  # fmt: skip
-    _check_devices(problem)
+    if any(value.device != q.value.device for value in _added(problem)):
+        raise Reason.MASK.rejected("a mask or a bias is a scalar tensor on another device")
     return problem
 
 
@@ -141,11 +146,6 @@ def _together(masks: list[tuple[Operand, bool]]) -> tuple[Operand, bool] | None:
     return first, True
 
 
-def _check_devices(problem: Problem) -> None:
-    if any(value.device != problem.q.value.device for value in _added(problem)):
-        raise Reason.MASK.rejected("a mask or a bias is a scalar tensor on another device")
-
-
 def _added(problem: Problem) -> Iterator[torch.Tensor]:
     """The tensors that the kernel reads beside q, k and v, without scalers that are numbers."""
     yield from (operand.value for _, operand in problem.terms)
@@ -181,13 +181,6 @@ def _by_keys(scalers: Sequence[Scaler]) -> tuple[list[Scaler], list[Scaler]]:
         else:
             others.append((kind, by))
     return of_keys, others
-
-
-def _scalable(k: Operand, v: Operand, dtype: torch.dtype) -> tuple[Operand, Operand]:
-    """Keys and values that factors may be applied to."""
-    if dtype == torch.float16:
-        raise Reason.RANGE.rejected("keys or values may overflow in float16 when factors are applied to them")
-    return k, v
 
 
 def _stage(

@@ -22,7 +22,7 @@ def queries_and_keys(op: Op, at: Arrangement) -> tuple[Operand, Operand]:
     lead, rows, columns = ("".join(found.result[d] for d in dims) for dims in (at.lead, at.rows, at.columns))
     if not set(rows) <= set(found.first) or columns[0] in found.first:
         found = found.turned()
-    summed = "".join(c for c in found.first if c in found.second and c not in found.result)
+    summed = found.summed
     alone = _are_of(columns, found.second, found.first)
     others = set(found.first + found.second) - set(found.result + summed)
     if not summed or not alone or others - _of_size_1(found):

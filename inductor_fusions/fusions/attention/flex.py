@@ -52,7 +52,7 @@ def _block_mask(
     build: Builder, visible: Bool, shape: Sequence[Any], device: torch.device, train: bool
 ) -> tuple[fx.Node, ...]:
     """Which blocks of keys each block of queries reads, partly and wholly, and for training the reverse."""
-    writer = BlockWriter(build, shape, (BLOCK, BLOCK), device)
+    writer = BlockWriter(build, shape, BLOCK, device)
     blocks = writer.blocks(visible)
     whole = writer.whole_blocks()
     none = build.call(operator.and_, whole, False)

@@ -99,7 +99,6 @@ SCORE_FUNCTIONS = {
     "sigmoid": torch.sigmoid,
     "relu": torch.relu,
     "abs": torch.abs,
-    "exp": torch.exp,
     "clamp": torch.clamp,
     "pow": torch.pow,
 }

@@ -137,19 +137,16 @@ class BlockWriter:
 
     Args:
         shape: (batch, heads, q_len, kv_len).
-        size: length of a block of queries and of a block of keys.
+        size: length of a block.
     """
 
-    def __init__(
-        self, build: Builder, shape: Sequence[Any], size: tuple[int, int], device: torch.device
-    ) -> None:
-        self.build, self.shape, self.device = build, shape, device
-        self.size = {QUERY: size[0], KEY: size[1]}
+    def __init__(self, build: Builder, shape: Sequence[Any], size: int, device: torch.device) -> None:
+        self.build, self.shape, self.size, self.device = build, shape, size, device
         self._bounds: dict[int, tuple[fx.Node, fx.Node]] = {}
         for dim in (QUERY, KEY):
-            first = build.call(torch.arange, 0, shape[dim], self.size[dim], device=device)
+            first = build.call(torch.arange, 0, shape[dim], self.size, device=device)
             last = build.call(
-                torch.clamp, build.call(operator.add, first, self.size[dim] - 1), max=self._last(dim)
+                torch.clamp, build.call(operator.add, first, self.size - 1), max=self._last(dim)
             )
             place = (1, 1, -1, 1) if dim == QUERY else (1, 1, 1, -1)
             self._bounds[dim] = (build.call("view", first, *place), build.call("view", last, *place))
@@ -161,9 +158,9 @@ class BlockWriter:
     def whole_blocks(self) -> fx.Node:
         """Whether a block has its full size: the last ones may not."""
         build, parts = self.build, []
-        for dim, (first, last) in self._bounds.items():
+        for first, last in self._bounds.values():
             length = build.call(operator.sub, last, first)
-            parts.append(build.call(operator.eq, length, self.size[dim] - 1))
+            parts.append(build.call(operator.eq, length, self.size - 1))
         return build.call(operator.and_, *parts)
 
     def blocks(self, part: Bool) -> Blocks:
@@ -245,15 +242,12 @@ class BlockWriter:
         """Indices of each block, as (blocks, size); the last one of a short block is repeated."""
         build = self.build
         first = build.call("view", self._bounds[dim][0], -1, 1)
-        inside = build.call(torch.arange, self.size[dim], device=self.device)
+        inside = build.call(torch.arange, self.size, device=self.device)
         return build.call(torch.clamp, build.call(operator.add, first, inside), max=self._last(dim))
 
 
 def whole_element(build: Builder, element: Element, shape: Sequence[Any], device: torch.device) -> fx.Node:
     """An element as a tensor of four dims, of size 1 where it does not depend on the dim."""
-    return _four(build, Writer(build, _indices(build, shape, device), _loader(build)).element(element))
-
-
-def _four(build: Builder, node: fx.Node) -> fx.Node:
-    shape = build.value(node).shape
-    return node if len(shape) == 4 else build.call("reshape", node, (*([1] * (4 - len(shape))), *shape))
+    node: fx.Node = Writer(build, _indices(build, shape, device), _loader(build)).element(element)
+    own = build.value(node).shape
+    return node if len(own) == 4 else build.call("reshape", node, (*([1] * (4 - len(own))), *own))

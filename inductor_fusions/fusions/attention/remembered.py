@@ -73,13 +73,12 @@ def _in_one_batch(value: torch.Tensor | None, result: torch.Tensor | None) -> to
 def _permuted(found: Equation) -> tuple[torch.Tensor | None, ...]:
     """The operands of an einsum of two with their dims as three, as it has them."""
     batch = [c for c in found.result if c in found.first and c in found.second]
-    summed = [c for c in found.first if c in found.second and c not in found.result]
     own = [c for c in found.result if c in found.first and c not in batch]
     other = [c for c in found.result if c in found.second and c not in batch]
     read: list[torch.Tensor | None] = []
     for node, letters, groups in (
-        (found.left, found.first, (batch, own, summed)),
-        (found.right, found.second, (batch, summed, other)),
+        (found.left, found.first, (batch, own, found.summed)),
+        (found.right, found.second, (batch, found.summed, other)),
     ):
         value, order = torch_ops.value(node), [letters.index(c) for c in itertools.chain(*groups)]
         if len(order) != value.dim():

@@ -174,7 +174,7 @@ class ScoreReader(Walk):
         """A function of one score, such as the tanh of a softcap."""
         arguments = [op["exponent"]] if op.name == "pow" else []
         numbers = tuple(self.number(argument) for argument in arguments)
-        if None in numbers or op.name == "exp" or op.input is op["exponent"]:
+        if None in numbers or op.input is op["exponent"]:
             raise between(op, result_of(op))
         return self.stage(op, op.input, op.name, numbers, None, below)
 

@@ -13,7 +13,7 @@ from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Candidate, Rejected, Reported
 from ...graph.dims import is_transposed
-from ...graph.einsum import equation, operands
+from ...graph.einsum import equation_of, operands
 from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, TRANSPOSES, VIEWS, Op, read, scaled_by, tensor
 from ...operands import text
 from ...reasons import Reason
@@ -66,11 +66,8 @@ def without_softmax(node: fx.Node) -> Candidate | None:
         return None
     sides = operands(op) if op.name == "einsum" else [op.input, op["other"]]
     turned = [is_transposed(side) for side in sides]
-    try:
-        found = equation(op) if op.name == "einsum" else None
-    except Rejected:
-        turned = []  # no product of two tensors
-    else:
+    if op.name == "einsum":
+        found, turned = equation_of(op), []  # none of what is no product of two tensors
         if found is not None:
             turned = [letters[-1] not in found.result for letters in (found.first, found.second)]
     for weights, values, values_turned in zip(sides, sides[::-1], turned[::-1], strict=False):
@@ -126,9 +123,8 @@ def _is_outer(node: Any) -> bool:
     if op is None or made is None or made.dim() < 3:
         return False
     if op.name == "einsum":
-        try:
-            found = equation(op)
-        except Rejected:
+        found = equation_of(op)
+        if found is None:
             return False
         one, other, result = set(found.first), set(found.second), set(found.result)
         return one | other == result and one != result and other != result
@@ -144,12 +140,10 @@ def _sums_tokens(node: Any) -> bool:
         return False
     left, right, turned = op.input, op["other"], (True, False)
     if op.name == "einsum":
-        try:
-            found = equation(op)
-        except Rejected:
+        found = equation_of(op)
+        if found is None:
             return False
-        left, right = found.left, found.right
-        summed = [c for c in found.first if c in found.second and c not in found.result]
+        left, right, summed = found.left, found.right, found.summed
         turned = (
             len(summed) == 1 and found.first[-1] not in summed,
             bool(summed) and found.second[-1] in summed,
@@ -269,11 +263,10 @@ def _pairs(op: Op) -> tuple[Any, bool] | None:
     """
     left, right = (op["batch1"], op["batch2"]) if op.name == "baddbmm" else (op.input, op["other"])
     if op.name == "einsum":
-        try:
-            found = equation(op)
-        except Rejected:
+        found = equation_of(op)
+        if found is None:
             return None
-        summed = [c for c in found.first if c in found.second and c not in found.result]
+        summed = found.summed
         dims, value = min(len(found.first), len(found.second)), tensor(found.left)
         turned = [letters[-1] not in summed for letters in (found.first, found.second)]
         if dims < 3 or len(summed) != 1 or turned[0] != turned[1] or value is None:

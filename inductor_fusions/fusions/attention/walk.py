@@ -62,7 +62,7 @@ class Walk:
     def __init__(
         self, interpreter: Interpreter, logsumexp: fx.Node | None = None, merged: bool = False
     ) -> None:
-        self.interpreter, self.merged = interpreter, merged
+        self.interpreter, self.merged, self.number = interpreter, merged, interpreter.number
         self.readers: list[fx.Node] = []
         self.others: list[fx.Node] = []
         self.beside: set[fx.Node] = set()
@@ -252,10 +252,6 @@ class Walk:
         site.stages.append(stage)
         site.scale, site.scalers, site.terms = below.factor, list(below.scalers), []
         return site
-
-    def number(self, other: Any) -> float | None:
-        """A number, or a tensor that the graph makes from a number; None for anything else."""
-        return self.interpreter.number(other)
 
     def state(self) -> tuple[Any, ...]:
         """What has been read, to `restore` after an attempt that failed."""

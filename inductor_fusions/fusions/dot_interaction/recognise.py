@@ -22,9 +22,8 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...effects.liveness import readers
-from ...fusion import Rejected
 from ...graph.dims import WHOLE, Selection, is_over_last, permuted_by, selection
-from ...graph.einsum import equation
+from ...graph.einsum import equation_of
 from ...graph.torch_ops import Op, concrete, read, scaled_by
 from ...operands import tensor, value
 
@@ -251,11 +250,13 @@ def features_of(node: Any) -> tuple[fx.Node, ...]:
 
 def _of_pairs(op: Op) -> _Pairs | None:
     """Read the einsum "bpd,bpd->bp" of t[:, i] and t[:, j]."""
-    try:
-        found = equation(op)
-    except Rejected:
-        return None
-    if len(found.first) != 3 or found.first != found.second or found.result != found.first[:2]:
+    found = equation_of(op)
+    if (
+        found is None
+        or len(found.first) != 3
+        or found.first != found.second
+        or found.result != found.first[:2]
+    ):
         return None
     sides = found.left, found.right
     return _of_sides(sides, sides)
@@ -344,11 +345,8 @@ def squared(z: fx.Node) -> fx.Node | None:
 
 def _of_einsum(op: Op) -> fx.Node | None:
     """The features of an einsum "bid,bjd->bij", with any letters, or None."""
-    try:
-        found = equation(op)
-    except Rejected:
-        return None
-    if found.left is not found.right or len(found.first) != 3 or len(found.result) != 3:
+    found = equation_of(op)
+    if found is None or found.left is not found.right or len(found.first) != 3 or len(found.result) != 3:
         return None
     b, i, d, j = (*found.first, found.second[1])
     same = found.second == b + j + d and len({b, i, d, j}) == 4

@@ -9,9 +9,8 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...effects.liveness import readers
-from ...fusion import Rejected
 from ...graph.dims import WHOLE, is_over_last, is_transposed, permuted_by, selection
-from ...graph.einsum import equation
+from ...graph.einsum import equation_of
 from ...graph.torch_ops import CASTS, PRODUCTS, VIEWS, Op, read
 from ...operands import tensor
 from .recognise import FLATTENS, features_of, gathered, is_index, is_row, squared
@@ -127,9 +126,8 @@ def _sides(op: Op) -> tuple[list[Any], list[bool]]:
     sides = [op.input, op["other"]]
     if op.name != "einsum":
         return sides, [is_transposed(sides[0]), not is_transposed(sides[1])]
-    try:
-        found = equation(op)
-    except Rejected:
+    found = equation_of(op)
+    if found is None:
         return [], []
     return [found.left, found.right], [part[-1] in found.result for part in (found.first, found.second)]
 
@@ -167,10 +165,10 @@ def _through_matrices(product: Any) -> fx.Node | None:
                 by = summed  # a product with a matrix, element by element
             products += by.name in PRODUCTS | {"mul"}
             if by.name == "einsum":
-                try:
-                    side = equation(by).left
-                except Rejected:
+                found = equation_of(by)
+                if found is None:
                     break
+                side = found.left
             else:
                 side = by.input if _source(side) is None else _source(side)
             if products and (t in (side, _source(side)) if t is not None else _of_one_set(side, other)):

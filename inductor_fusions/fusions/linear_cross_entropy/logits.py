@@ -18,7 +18,7 @@ from torch import fx
 from ..._inductor import known_true
 from ...fusion import Rejected
 from ...graph.dims import selection
-from ...graph.einsum import equation
+from ...graph.einsum import equation_of
 from ...graph.torch_ops import CASTS, COPIES, Op, linear_of, read, scaled_by, value
 from ...operands import holds, same_shape, tensor
 from ...reasons import Reason
@@ -262,11 +262,8 @@ def _scaled(op: Op) -> tuple[Any, float]:
 def _of_einsum(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, None] | None:
     """The linear in an einsum "bsd,vd->bsv", with any letters."""
     op = read(node)
-    if op is None or op.name != "einsum":
-        return None
-    try:
-        found = equation(op)
-    except Rejected:
+    found = equation_of(op) if op is not None and op.name == "einsum" else None
+    if found is None:
         return None
     for each in (found, found.turned()):
         summed, v = each.first[-1:], each.result[-1:]

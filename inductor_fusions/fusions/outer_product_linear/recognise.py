@@ -17,9 +17,8 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...effects.liveness import readers
-from ...fusion import Rejected
 from ...graph.dims import is_transposed, selection
-from ...graph.einsum import equation
+from ...graph.einsum import equation_of
 from ...graph.torch_ops import CASTS, TRANSPOSES, VIEWS, Op, linear_of, read
 from ...operands import same_shape, tensor
 
@@ -245,11 +244,13 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 def _of_einsum(op: Op) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
     """The two factors of an einsum "bi,bj->bij", with any letters, also several for the rows."""
-    try:
-        found = equation(op)
-    except Rejected:
-        return None
-    if len(found.first) < 2 or found.first[:-1] != found.second[:-1] or found.first == found.second:
+    found = equation_of(op)
+    if (
+        found is None
+        or len(found.first) < 2
+        or found.first[:-1] != found.second[:-1]
+        or found.first == found.second
+    ):
         return None
     for each in (found, found.turned()):
         if each.result == each.first + each.second[-1]:

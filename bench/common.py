@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import time
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,9 +21,9 @@ from typing import Any
 import torch
 
 import inductor_fusions
-from inductor_fusions.worker.clock import Call, Timing, interleave, summarize, synchronize
+from inductor_fusions.worker.clock import Call, Timing, apart, interleave, summarize, synchronize
 
-__all__ = ["Timing", "summarize", "synchronize"]
+__all__ = ["Timing", "apart", "summarize", "synchronize"]
 
 Json = dict[str, Any]
 
@@ -184,19 +183,6 @@ def both_clocks(calls: Mapping[str, Call], device: str, rounds: int, block_secon
         ahead = interleave(calls, device, rounds, block_seconds, run_ahead=True)
         found["device_us"] = microseconds(ahead)["times_us"]
     return found
-
-
-def apart(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`function` behind code of its own, which is called `name`.
-
-    Dynamo keeps what it compiled by code object, so two variants with the same code would be one.
-    """
-
-    def call(*args: Any) -> Any:
-        return function(*args)
-
-    code = call.__code__.replace(co_name=name)
-    return types.FunctionType(code, call.__globals__, name, None, call.__closure__)
 
 
 def in_turn(call: Callable[[Any], Any], sets: Sequence[Any]) -> Call:

@@ -21,20 +21,20 @@ that are seen, once each, come from memory.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._inductor.config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import inductor_fusions
-from bench import device_table, tuning
+from bench import device_table, model_cases, steps, tuning
 from bench.attention.spellings import repeat_kv
 from bench.common import (
     Json,
@@ -283,20 +283,10 @@ class Step:
         import transformers
 
         name = row.kind.removeprefix("step").strip() or MODELS[0]
-        given = json.loads(Path(f"configs/models/{name}.json").read_text())
-        if small:
-            given |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 100,
-                      "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
-        settings = transformers.AutoConfig.for_model(**given)
-        settings._attn_implementation = "sdpa"
-        torch.manual_seed(0)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            with torch.device(device):
-                self.model = transformers.AutoModelForCausalLM.from_config(settings).eval()
-        finally:
-            torch.set_default_dtype(before)
+        case = model_cases.Case(row.key, name, "sdpa", row.batch, row.keys)
+        with mock.patch.dict(model_cases.QUICK, steps.NARROW):
+            self.model: Any = model_cases.build(case, "sdpa", device, small, auto="AutoModelForCausalLM")
+        settings = self.model.config
         self.cache = transformers.StaticCache(config=settings, max_cache_len=row.keys)
         shape = (row.batch, settings.num_key_value_heads, row.keys, settings.head_dim)
         for layer in self.cache.layers:

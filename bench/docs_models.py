@@ -23,6 +23,7 @@ from bench.docs_pieces import (
     section,
     table,
 )
+from bench.models.report import attentions
 
 #: Cases of the README's table, in this order; all cases are in docs/performance.md.
 README_CASES = (
@@ -90,12 +91,7 @@ def error(row: Json, variant: str, which: str) -> float | None:
 
 def sites(row: Json) -> str:
     """How many attentions were fused, of how many."""
-    what: dict[str, int] | None = (row.get("sites") or {}).get("what")
-    if what is None:
-        return NONE
-    attention = {text: count for text, count in what.items() if text.startswith("attention: ")}
-    fused = sum(count for text, count in attention.items() if ": fused: " in text)
-    return f"{fused} of {sum(attention.values())}"
+    return attentions(row) if (row.get("sites") or {}).get("what") is not None else NONE
 
 
 def not_fused(row: Json) -> dict[str, int]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import re
 import statistics
 import time
@@ -34,7 +33,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import inductor_fusions
-from bench import cases, model_cases, models_lora, modules, recommendation
+from bench import cases, compare, model_cases, models_lora, modules, recommendation
 from bench.common import (
     DTYPES,
     Json,
@@ -307,7 +306,7 @@ def noise(ratios: Sequence[float], spread: Json) -> float:
     """How far a ratio may be off, relatively: half the range of repeated runs, or half of both spreads."""
     if len(ratios) > 1:
         return (max(ratios) - min(ratios)) / 2 / statistics.median(ratios)
-    return math.hypot(*(spread.get(name, 0.0) for name in ("stock", "fused"))) / 2
+    return compare.noise({"spread": spread})
 
 
 def _ratio(run: dict[str, dict[str, Timing]], above: str, below: str) -> float | None:

@@ -1,7 +1,6 @@
 """The constants of the model of tiles (`block_mm/cost.py`): fitted to measured times, and judged.
 
     python -m bench.tile_model --json bench/results/tile_model.json
-    python -m bench.tile_model --check bench/results/tile_model.json
 
 Fitted and judged are the grouped GEMMs of more than 64 rows whose configurations were all timed (`first_us`
 of `bench.tune_projections`). The fit has the least mean error of the logarithms of all times. A problem is
@@ -15,8 +14,7 @@ judged by the configuration that it gets without rows of its width:
 
 How much longer than the fastest configuration does it take, and which share of the logarithms of the gains
 over stock is kept, where the decision without this width is for the kernel at all? The file has the constants
-that are fitted if they choose better than the shipped ones, else the shipped ones. With --check nothing is
-fitted: the exit status is 1 if the constants of cost.py are not those of the file. No device is needed.
+that are fitted if they choose better than the shipped ones, else the shipped ones. No device is needed.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import argparse
 import json
 import math
 import statistics
-import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -294,13 +291,6 @@ def loss(judgement: Json, way: str) -> float:
     return float(sum(count * mean for count, mean in found) / sum(count for count, _ in found))
 
 
-def differences(known: Json) -> list[str]:
-    """The constants of cost.py that are not those of a file."""
-    ours, theirs = flat(cost.CONSTANTS), known["constants"]
-    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-    return [f"{name}: {ours.get(name)}, in the file {theirs.get(name)}" for name in names]
-
-
 def show(judgement: Json) -> None:
     """The judgement as a table."""
     for name, found in judgement.items():
@@ -316,12 +306,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="where to write the constants and the judgement")
-    parser.add_argument("--check", type=Path, help="a file that the constants of cost.py must agree with")
     arguments = parser.parse_args()
-    if arguments.check is not None:
-        found = differences(json.loads(arguments.check.read_text()))
-        print(*found, sep="\n", file=sys.stderr)
-        sys.exit(1 if found else 0)
     problems = {name: timed(RESULTS / file) for name, file in TIMED.items()}
     fitted = fit(points((name, each) for name, some in problems.items() for each in some))
     judgement = judged(problems, {**shipped(), **fitted_ways(problems, fitted)})

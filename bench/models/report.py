@@ -8,7 +8,7 @@ from bench.common import Json
 def attentions(row: Json) -> str:
     """How many attentions were fused, of how many."""
     found = [(text, n) for text, n in row["sites"].get("what", {}).items() if text.startswith("attention: ")]
-    return f"{sum(n for text, n in found if ': fused: ' in text)}/{sum(n for _, n in found)}"
+    return f"{sum(n for text, n in found if ': fused: ' in text)} of {sum(n for _, n in found)}"
 
 
 def kernels(row: Json) -> dict[str, int]:

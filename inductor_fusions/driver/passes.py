@@ -90,8 +90,8 @@ class FusionPass(CustomGraphPass):
                     graph = owner.graph if isinstance(owner, fx.GraphModule) else graph
         if self.stage == "post_grad":
             leaving.release(graph)
-        if self.stage == "post_grad" and left_out is None:
-            _pin(graph)
+            if left_out is None:
+                _pin(graph)
         if watcher is not None:
             watcher.ends(self.stage, graph, sites)
         if self.stage == "post_grad":
@@ -133,21 +133,11 @@ class FusionPass(CustomGraphPass):
         toggles, autocast = config.get_config_copy(), _inductor.autocast_beside_the_key()
         names, attempt = [fusion.name for fusion in self.fusions], attempts.current()
         left_out = attempt.without.digest() if attempt is not None else ""
-        state = json.dumps(
-            [
-                self.stage,
-                names,
-                toggles,
-                autocast,
-                modes.settings(),
-                tables.digest(),
-                machine.digest(),
-                self._problem(),
-                left_out,
-            ],
-            default=str,
-        )
-        return code + state
+        state = [
+            self.stage, names, toggles, autocast, modes.settings(), tables.digest(), machine.digest(),
+            self._problem(), left_out,
+        ]  # fmt: skip
+        return code + json.dumps(state, default=str)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
         return self  # configs are copied when they are saved
@@ -291,14 +281,6 @@ def _fuse(fusion: Fusion, candidate: Candidate, number: int, named: set[fx.Graph
 
     `named` collects the graphs in which each name of a value was replaced by what it stands for.
     """
-    with recording(candidate.anchor.graph) as journal:
-        site = _fuse_recorded(fusion, candidate, number, named, journal)
-        return site, max(1, len(journal.gone))
-
-
-def _fuse_recorded(
-    fusion: Fusion, candidate: Candidate, number: int, named: set[fx.Graph], journal: Journal
-) -> Site:
     anchor = candidate.anchor
     graph = anchor.graph  # of the candidate: it may be the body of a nested region
     attempt = attempts.current()
@@ -307,32 +289,33 @@ def _fuse_recorded(
         fusion.name, "fused", anchor.name,
         source=_inductor.source_line(anchor), module=_inductor.module_path(anchor),
     )  # fmt: skip
-    try:
-        site.details = candidate.describe()
-        if _inductor.eager_bits_are_wanted() and not (fusion.exact or fusion.protects):
-            raise Reason.EAGER_BITS.left_to_stock(
-                "torch._inductor.config.numerics asks for eager's results bit for bit"
-            )
-        with changes.reading(fusion, graph):
-            candidate.guard()
-        if attempt is not None and key in attempt.without.sites:
-            return attempt.failed(site)
-        if not _wanted(site):
-            raise Reason.LEFT_OUT.left_to_stock("excluded by INDUCTOR_FUSIONS_MAX or by torch's bisector")
-        site.saved = candidate.savings()
-        if fusion.stage == "pre_grad" and graph not in named:
-            inplace.rename(graph)
-            named.add(graph)
-        journal.clear()
-        site.kernel = candidate.rewrite()
-    except Exception as error:
-        _leave_unfused(site, fusion, error, graph, journal)
-    else:
-        if candidate.reported:
-            _mark(site, fusion, journal, number)
-        if attempt is not None and key is not None:
-            attempt.fused.append(attempts.Fused(key, site))
-    return site
+    with recording(graph) as journal:
+        try:
+            site.details = candidate.describe()
+            if _inductor.eager_bits_are_wanted() and not (fusion.exact or fusion.protects):
+                raise Reason.EAGER_BITS.left_to_stock(
+                    "torch._inductor.config.numerics asks for eager's results bit for bit"
+                )
+            with changes.reading(fusion, graph):
+                candidate.guard()
+            if attempt is not None and key in attempt.without.sites:
+                return attempt.failed(site), 1
+            if not _wanted(site):
+                raise Reason.LEFT_OUT.left_to_stock("excluded by INDUCTOR_FUSIONS_MAX or by torch's bisector")
+            site.saved = candidate.savings()
+            if fusion.stage == "pre_grad" and graph not in named:
+                inplace.rename(graph)
+                named.add(graph)
+            journal.clear()
+            site.kernel = candidate.rewrite()
+        except Exception as error:
+            _leave_unfused(site, fusion, error, graph, journal)
+        else:
+            if candidate.reported:
+                _mark(site, fusion, journal, number)
+            if attempt is not None and key is not None:
+                attempt.fused.append(attempts.Fused(key, site))
+    return site, max(1, len(journal.gone))
 
 
 def _leave_unfused(site: Site, fusion: Fusion, error: Exception, graph: fx.Graph, journal: Journal) -> None:

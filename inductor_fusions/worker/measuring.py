@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from .. import config, decisions, reporting
 from ..checking import budget
 from ..decisions.problems import Row
 from .case import Case, Tensors
-from .clock import interleave
+from .clock import apart, interleave
 
 #: If a call takes less, the host may be the bottleneck: then both clocks count.
 SHORT_SECONDS = 1.5e-3
@@ -84,7 +83,7 @@ def _fused(case: Case, toggles: Mapping[str, Any], kernel: str) -> Run:
 
 def _compiled(fn: Callable[..., Tensors], case: Case) -> Run:
     """A function compiled for the operands of a case, with its backward if it has one."""
-    compiled = torch.compile(_apart(fn), dynamic=False)
+    compiled = torch.compile(apart(fn, f"measured_{next(_numbers)}"), dynamic=False)
 
     def run() -> Tensors:
         with torch.set_grad_enabled(bool(case.leaves)):
@@ -100,16 +99,6 @@ def _gradients(outputs: Tensors, leaves: Sequence[torch.Tensor]) -> Tensors:
         return []
     made = [y for y in outputs if y.requires_grad]
     return list(torch.autograd.grad(made, leaves, [torch.ones_like(y) for y in made]))
-
-
-def _apart(fn: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """A copy of a function with a new code object: Dynamo stores compiled code with the code object."""
-
-    def call(*args: torch.Tensor) -> Tensors:
-        return fn(*args)
-
-    code = call.__code__.replace(co_name=f"measured_{next(_numbers)}")
-    return types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
 
 
 def _judged(

@@ -236,5 +236,5 @@ def test_only_attentions_are_counted_as_attentions() -> None:
         "qkv: left to stock: not measured": 8,
     }
     row = {"sites": {"what": what}}
-    assert attentions(row) == "3/4"
+    assert attentions(row) == "3 of 4"
     assert kernels(row) == {"flex -> flex": 3}

@@ -18,18 +18,18 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import inductor_fusions
-from bench import pass_time
 from inductor_fusions import _inductor
 from inductor_fusions._inductor import graphs
 from inductor_fusions.driver import passes
 from inductor_fusions.graph import lifetimes
 from inductor_fusions.graph.memory import Memory
+from tests.support import passing
 
 aten, prims = torch.ops.aten, torch.ops.prims
 PACKAGE = str(Path(inductor_fusions.__file__).parent)
 
 
-@pytest.mark.parametrize("case", pass_time.CASES)
+@pytest.mark.parametrize("case", passing.CASES)
 def test_memory_is_kept_up_to_date(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """After each rewrite it is what one finds who looks at the whole graph again."""
     check = Memory.check
@@ -43,11 +43,11 @@ def test_memory_is_kept_up_to_date(monkeypatch: pytest.MonkeyPatch, case: str) -
         check(self, products, position, *rest)
 
     monkeypatch.setattr(Memory, "check", compare)
-    pass_time.compile_case(case, 2, lambda call, graph: call(graph))
+    passing.compile_case(case, 2, lambda call, graph: call(graph))
     assert len(compared) >= 4
 
 
-@pytest.mark.parametrize("case", pass_time.CASES)
+@pytest.mark.parametrize("case", passing.CASES)
 def test_what_is_remembered_is_up_to_date(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """After each site, what functions of nodes have returned is what they return now."""
     fuse = passes._fuse
@@ -66,7 +66,7 @@ def test_what_is_remembered_is_up_to_date(monkeypatch: pytest.MonkeyPatch, case:
         return found
 
     monkeypatch.setattr(passes, "_fuse", compare)
-    pass_time.compile_case(case, 2, lambda call, graph: call(graph))
+    passing.compile_case(case, 2, lambda call, graph: call(graph))
     assert compared > 1000
 
 
@@ -86,12 +86,12 @@ def calls(case: str, layers: int) -> list[int]:
         finally:
             sys.setprofile(None)
 
-    pass_time.compile_case(case, layers, run)
+    passing.compile_case(case, layers, run)
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", pass_time.CASES)
+@pytest.mark.parametrize("case", passing.CASES)
 def test_cost_is_linear(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice as many layers are about twice as many calls; they are four times as many if each site reads all.
 

@@ -11,7 +11,8 @@ import torch._dynamo
 from inductor_fusions.fusions.lora import accumulate_kernel
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.accumulate_kernel import Config
-from tests.lora.interpreted import HALF, WHOLE, generated, rand, relative
+from tests.lora.interpreted import HALF, WHOLE, generated, rand
+from tests.support.errors import relative
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def errors(name: str) -> float:
     for i, (left, right, scale) in enumerate(zip(a, b, scales, strict=True)):
         part = scale * left.double() @ right.double()
         exact = exact + (part * masks[i] if i in masks else part)
-    return relative([found.double()], [torch.sigmoid(exact) if case.behind else exact])
+    return relative(found, torch.sigmoid(exact) if case.behind else exact)
 
 
 def operands(case: Case) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from inductor_fusions.decisions import tables
 from inductor_fusions.fusions.lora import inputs, profit
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.op import NARROW_MM
-from tests.block_mm.support import Run, run
+from tests.block_mm.support import Run, rand, run
 from tests.lora.spellings import targets
 from tests.support.arguments import named
 from tests.support.covering import pairwise
@@ -58,10 +58,6 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "check_device", lambda value: None)
     monkeypatch.setattr(guards, "check_device", lambda node: None)
     monkeypatch.setattr(profit, "capability", lambda device: 80)
-
-
-def rand(*shape: int) -> torch.Tensor:
-    return torch.randn(shape).bfloat16().requires_grad_()
 
 
 def outcome(

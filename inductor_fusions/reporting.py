@@ -253,8 +253,9 @@ def store(graph: fx.Graph, own: Sequence[Site]) -> None:
         stored += _count(_pending.sites, records.key(_pending.sites, joint=True))
     _pending.counted = None
     if own:
-        _remember_key(own, records.key(own))
-        stored += _count(own, records.key(own))
+        key = records.key(own)
+        _remember_key(own, key)
+        stored += _count(own, key)
     if stored:
         _warn_if_nothing(stored)
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch._inductor.pattern_matcher import Match, PatternExpr
 
 
+@functools.cache
 def _torch() -> Any:
     """The module, which takes seconds to import."""
     return importlib.import_module("torch._inductor.pattern_matcher")
@@ -172,7 +173,8 @@ class Patterns:
         if not isinstance(owner, fx.GraphModule):
             owner = fx.GraphModule(torch.nn.Module(), fx.Graph())
             owner._graph = graph
-        if not self.matcher.patterns:
+        nodes = {key: graph.find_nodes(op=key[0], target=key[1], sort=False) for key in self.matcher.patterns}
+        if not any(nodes.values()):  # as most fusions in most graphs, which costs less to see than to search
             return []
         was_known = _REGION in next(iter(graph.nodes)).meta
         from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -182,7 +184,7 @@ class Patterns:
         try:
             with unset_fake_temporarily():  # it asks each node for its device, which is faster without
                 self.matcher.apply(owner)
-            self._read_skipped(graph, search)
+            self._read_skipped(nodes, search)
         finally:
             _search.reset(token)
             if not was_known:
@@ -190,12 +192,12 @@ class Patterns:
                     node.meta.pop(_REGION, None)
         return sorted(search.found, key=lambda each: each.node)
 
-    def _read_skipped(self, graph: fx.Graph, search: _Search) -> None:
+    def _read_skipped(self, nodes: dict[tuple[str, Any], list[fx.Node]], search: _Search) -> None:
         """Single nodes that torch passes over for their dtype or device: they are reported, too."""
-        for (op, target), entries in list(self.matcher.patterns.items()):
-            for entry in entries:
+        for key, found in nodes.items():
+            for entry in self.matcher.patterns[key] if found else ():
                 if is_one_node(entry.pattern):
-                    for node in graph.find_nodes(op=op, target=target, sort=False):
+                    for node in found:
                         if (id(entry), node) not in search.seen:
                             entry.extra_check(entry.pattern.match(node))
 

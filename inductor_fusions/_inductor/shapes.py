@@ -71,7 +71,8 @@ def symbol_parts(expression: Any) -> tuple[str, tuple[Any, ...]]:
 
 def value_of(node: fx.Node) -> Any:
     """The fake value of a node, in a graph of Dynamo's or of aten operations; None where it has none."""
-    return node.meta.get("example_value", node.meta.get("val"))
+    meta = node.meta
+    return meta["example_value"] if "example_value" in meta else meta.get("val")
 
 
 def fake_mode_of(graph: fx.Graph) -> Any | None:

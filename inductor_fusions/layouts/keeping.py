@@ -9,7 +9,7 @@ it. It is not copied if eager saves it as well: then eager raises, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from torch import fx
 
@@ -46,17 +46,22 @@ class Keeping:
         self.repeated = {storage(n) for n in trained if _repeats(n)} - {None}
         self._copies: list[tuple[fx.Node, fx.Node]] = []
 
-    def kept(self, node: fx.Node, before: fx.Node, by_eager: Collection[object] = ()) -> fx.Node:
+    def kept(
+        self, node: fx.Node, before: fx.Node, by_eager: Callable[[], Collection[object]] = frozenset
+    ) -> fx.Node:
         """The value to save for an operand: itself, or a copy of it if it may change afterwards.
 
         Args:
             before: the operation that saves it; a copy goes in front of it.
+            by_eager: gives the memory that eager saves; asked only where something may change.
         """
         memory = storage(node)
-        if memory is None or memory in by_eager:
+        if memory is None:
             return node
         others = memory in self.in_other_hands
         if not others and not any(before < writer and may_alias(memory, s) for writer, s in self.writes):
+            return node
+        if memory in by_eager():
             return node
         path = [node]
         while (parent := _seen_through(path[-1])) is not None:

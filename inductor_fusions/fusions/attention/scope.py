@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -106,15 +106,11 @@ class Scope(fusion.Scope):
         """The emitter of the fused form of a site."""
         return emit.Emitter(problem, output, MaskMemo(self.masks, self.modes.at(output)), self.changed)
 
-    def keep(self, known: Collection[fx.Node], by_eager: Collection[object]) -> None:
-        """Copy what the operations among new nodes keep for the backward, where it may change behind them.
-
-        Args:
-            known: the nodes that were there before.
-        """
-        new = [n for n in self.graph.nodes if n not in known and n.op == "call_function"]
+    def keep(self, new: Iterable[fx.Node], by_eager: Callable[[], Collection[object]]) -> None:
+        """Copy what the operations among new nodes keep for the backward, where it may change behind them."""
         for node in new:
-            for operand in node.all_input_nodes if "attention" in str(node.target) else ():
+            called = node.op == "call_function" and "attention" in str(node.target)
+            for operand in node.all_input_nodes if called else ():
                 if torch_ops.tensor(operand) is not None:
                     node.replace_input_with(operand, self.keeping.kept(operand, node, by_eager))
 

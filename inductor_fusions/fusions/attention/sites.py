@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from ...effects.inplace import inputs
 from ...effects.liveness import erase_dead_readers, is_pure
 from ...fusion import Candidate, Rejected, Reported
 from ...graph import torch_ops
+from ...graph.facts import recording
 from ...operands import check_kind, text
 from ...reasons import Reason, like
 from . import emit, kernels, savings, structure
@@ -288,11 +290,11 @@ def _replace(
         kept: gives the memory that eager keeps for the backward of the site.
         grouped: whether k and v keep their own heads in any case.
     """
-    known = set(scope.graph.nodes)
     with suppress_guards(scope.fake_mode), modes.asking(scope.modes.at(output)):
-        scope.emitter(choice.problem, output).emit(choice.kernel, choice.grouped or grouped)
+        with recording(scope.graph) as journal:
+            scope.emitter(choice.problem, output).emit(choice.kernel, choice.grouped or grouped)
         if choice.problem.train:
-            scope.keep(known, kept())
+            scope.keep(journal.added(), functools.cache(kept))
     emit.erase_chain(scope.graph, chain)
     return choice.text
 

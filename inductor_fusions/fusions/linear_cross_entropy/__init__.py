@@ -261,8 +261,8 @@ class LossHead(Candidate):
         keeping = Keeping(self.graph, recomputed=is_body(self.graph))
         # The product keeps an operand where the other one takes a gradient, and an addition keeps none.
         by_eager = {storage(x) for x, other in ((site.h, wants_w), (site.w, wants_h)) if other}
-        h, w = (keeping.kept(x, self._before, by_eager) for x in (site.h, site.w))
-        bias = None if site.bias is None else keeping.kept(site.bias, self._before, by_eager)
+        h, w = (keeping.kept(x, self._before, lambda: by_eager) for x in (site.h, site.w))
+        bias = None if site.bias is None else keeping.kept(site.bias, self._before, lambda: by_eager)
         return dataclasses.replace(site, h=h, w=w, bias=bias)
 
 

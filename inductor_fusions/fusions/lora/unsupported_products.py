@@ -49,10 +49,9 @@ def _wide(up: Product) -> Iterator[Candidate]:
 
 def _biased(up: Product) -> Iterator[Candidate]:
     """An adapter whose A has a bias, and which is added to something of the size of the result."""
-    if adapter_of(up.node) is not None or not is_low_rank(value(up.a).shape[1]):
-        return
-    found = with_bias(up)
-    for top in additions_behind([up.node]) if found is not None else ():
+    tops = additions_behind([up.node]) if is_low_rank(value(up.a).shape[1]) else []
+    found = with_bias(up) if tops and adapter_of(up.node) is None else None
+    for top in tops if found is not None else ():
         others = [x for x, _ in summands(top) if has_size_of(x, top)]
         if found is not None and (len(others) == 2 or added_matrix(product(top)) is not None):
             names = f"{guards.text(found.down.b)} x {guards.text(up.b)}"

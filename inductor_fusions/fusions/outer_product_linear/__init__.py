@@ -78,7 +78,7 @@ class OuterProductLinear(Candidate):
         by_eager = {storage(node) for node, other in zip(factors, reversed(trained), strict=True) if other}
         u, v = factors
         if out.requires_grad:
-            u, v = (keeping.kept(node, self.anchor, by_eager) for node in factors)
+            u, v = (keeping.kept(node, self.anchor, lambda: by_eager) for node in factors)
         build = Builder(self.anchor)
         w, held = site.w, value(site.w)
         if not site.by_rows:

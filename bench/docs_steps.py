@@ -1,11 +1,9 @@
-"""Sections about training steps, `generate`, several processes, and a machine without tables."""
+"""Sections of docs/performance.md about training steps, `generate` of transformers, and several processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from bench.docs_models import gain_text
-from bench.docs_pieces import NONE, Columns, Json, Rows, fixed, get, listing, named, number, section
+from bench.docs_pieces import NONE, Columns, Json, Rows, fixed, get, listing, named, section
 
 VARIANTS = ("stock", "autotuned", "fused", "detached")
 
@@ -112,33 +110,3 @@ def distributed_section(data: Json) -> str:
     }  # fmt: skip
     rows = sorted(data["rows"], key=lambda row: list(ENGINES).index(row["key"]))
     return section("Two processes", data, text, listing(rows, columns))
-
-
-def measured_here_section(data: Json) -> str:
-    """Every model of bench.measured_here."""
-    first, second = data["first"], data["second"]
-    text = (
-        "Models of two layers: the package with its tables, and without any, measuring on the machine "
-        f"(`INDUCTOR_FUSIONS_MEASURE=1`). The first process measured {len(first['measured'])} problems in "
-        f"{first['measuring_s']:.0f} s and left {first['not_reached']} to the next. The second one began "
-        f"with these and measured {len(second['measured'])}. Kept is the share of the log speedup with "
-        "tables. Compile times are those of the package over stock's, that of the first process without "
-        "the measuring."
-    )
-    columns = {
-        **named("model", "name"),
-        **{f"{title}: stock / fused": _phase(name, "gain") for name, title in PHASES.items()},
-        **{f"kept, {PHASES[name]}": _phase(name, "kept") for name in ("first", "second")},
-        "compile, tables": _phase("table", "compile"),
-        "compile, first process": _phase("first", "compile_without_measuring"),
-        "compile, second process": _phase("second", "compile"),
-    }
-    return section("Without tables", data, text, listing(data["summary"], columns))
-
-
-#: Processes of bench.measured_here.
-PHASES = {"table": "tables", "first": "first process", "second": "second process"}
-
-
-def _phase(name: str, column: str) -> Callable[[Json], str]:
-    return lambda row: number(row[name].get(column), 2)

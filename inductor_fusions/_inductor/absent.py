@@ -8,6 +8,7 @@ import ctypes
 import functools
 import importlib.util
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -288,12 +289,14 @@ def on_absent_device(
     Args:
         fn: a module, a method of one, or a function; parameters and buffers are those that are moved.
         args, kwargs: of which tensors are moved.
+
+    Raises:
+        ValueError: inside, a value of a tensor is read.
     """
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    mode = _selecting_all()(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     memo: dict[int, Any] = {}
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -330,7 +333,49 @@ def on_absent_device(
         inductor_config().patch(shape_padding=False),  # which is timed on the device
         mode,
     ):
-        yield fn, args, kwargs
+        try:
+            yield fn, args, kwargs
+        except GuardOnDataDependentSymNode as error:
+            raise ValueError(
+                f"tensors of an absent GPU have no values, but {_reader(error)} reads one"
+            ) from error
+
+
+@functools.cache
+def _selecting_all() -> type[Any]:
+    """A mode of fake tensors in which no operation between graphs has a result of unknown size.
+
+    `masked_select` and others have as many results as their largest operand has elements. An unknown size
+    would be an input of the next graph, which autograd cannot trace.
+    """
+    from torch._guards import TracingContext
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    class SelectingAll(FakeTensorMode):
+        def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = super().dispatch(func, types, args, kwargs)
+            if TracingContext.try_get() is not None:
+                return found
+            operands = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, FakeTensor)]
+            most = max((operand.numel() for operand in operands), default=None)
+
+            def known(result: torch.Tensor) -> torch.Tensor:
+                if most is None or all(isinstance(size, int) for size in result.shape):
+                    return result
+                return result.new_empty([size if isinstance(size, int) else most for size in result.shape])
+
+            return pytree.tree_map_only(FakeTensor, known, found)
+
+    return SelectingAll
+
+
+def _reader(error: BaseException) -> str:
+    """The line of the user's code that raised: the last one that is neither torch's nor ours."""
+    ours = tuple(str(Path(file).parent) for file in (torch.__file__, Path(__file__).parent))
+    frames = [
+        each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(ours)
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "the model"
 
 
 class _OnCPU(TorchDispatchMode):

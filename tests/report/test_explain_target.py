@@ -155,6 +155,27 @@ def test_a_training_step_behind_a_graph_break():
     assert [site.fusion for site in found].count("linear_epilogue") == 2
 
 
+@pytest.mark.parametrize("train", [False, True])
+def test_what_is_selected_by_value(train):
+    """All of it is taken, in the graph behind the selection too."""
+
+    def selected(q, k, v, which):
+        return attention(q, k, v)[which].softmax(-1) @ v[0, 0].mT
+
+    q, k, v = (t.requires_grad_() for t in inputs(1024))
+    which = torch.ones(q.shape[:3], dtype=torch.bool)
+    found = explain(selected, q, k, v, which, train=train, gpu="nvidia_h200")
+    assert "fused" in {site.verdict for site in found if site.fusion == "attention"}
+
+
+def test_a_value_that_is_read_is_named_by_its_line():
+    def branches(x, w):
+        return (x @ w).relu() if x.sum() > 0 else x @ w
+
+    with pytest.raises(ValueError, match=r"have no values, but .*test_explain_target\.py:\d+ reads one"):
+        explain(branches, torch.ones(8, 8), torch.ones(8, 8), gpu="nvidia_h200")
+
+
 def test_a_model_that_makes_its_cache():
     """Transformers begins a cache with an empty tensor on the device."""
     transformers = pytest.importorskip("transformers")

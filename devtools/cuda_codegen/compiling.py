@@ -111,8 +111,8 @@ def generate(
     return found
 
 
-class _CompiledOnlyError(Exception):
-    """Raised in place of the first run."""
+class _CompiledOnlyError(BaseException):
+    """Raised in place of the first run. An `Exception` would count as a launch that failed."""
 
 
 def _inner_compile(

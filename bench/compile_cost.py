@@ -7,7 +7,7 @@ Models are those of the ledger, of few layers. Every candidate is let through. I
 for an H200 that need not be there, from empty caches. Not included: Triton's compiler, which works in
 other processes, and everything that runs on a GPU. Each variant has a process of its own, which has
 compiled the model before, so what a process does once does not count. Calls are those of Python and C
-functions under cProfile.
+functions under cProfile, which hardly differ between runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sections of docs/performance.md about training steps, `generate` of transformers, and several processes."""
+"""Sections about training steps, `generate` of transformers, several processes, and compiles."""
 
 from __future__ import annotations
 
@@ -110,3 +110,21 @@ def distributed_section(data: Json) -> str:
     }  # fmt: skip
     rows = sorted(data["rows"], key=lambda row: list(ENGINES).index(row["key"]))
     return section("Two processes", data, text, listing(rows, columns))
+
+
+def compile_section(data: Json) -> str:
+    """Every case of bench.compile_cost."""
+    text = (
+        "Python and C functions that are called, and CPU seconds, while a model of few layers is compiled "
+        "for an H200 that need not be there. Every candidate is fused. Triton's compiler is not included. "
+        "Launches are those of the code that is written."
+    )
+    variants = ("stock", "fused")
+    columns = {
+        **named("model"),
+        **fixed("calls", 1, {name: f"{name} calls, millions" for name in variants}, 1e6),
+        "fused / stock": lambda row: f"{row['ratio']:.3f}",
+        **fixed("cpu_s", 1, {name: f"{name} s" for name in variants}),
+        **fixed("launches", 0, {name: f"{name} launches" for name in variants}),
+    }
+    return section("Compiles", data, text, listing(data["rows"], columns))

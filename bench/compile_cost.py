@@ -13,10 +13,8 @@ functions under cProfile, which hardly differ between runs.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import cProfile
 import json
-import pstats
 import re
 import subprocess
 import sys
@@ -91,15 +89,15 @@ def measure(name: str, variant: str) -> Json:
     import inductor_fusions
     from bench import model_cases
     from devtools import cuda_codegen
-    from devtools.ledger.compiling import ON_A_GPU, set_up
+    from devtools.ledger.compiling import on_a_gpu, set_up
     from devtools.ledger.entries import narrow
 
     set_up()
-    with contextlib.ExitStack() as stack:
-        for check in ON_A_GPU:
-            stack.enter_context(mock.patch(f"inductor_fusions.{check}", lambda t: None))
-        stack.enter_context(mock.patch.object(model_cases, "model_config", narrow))
-        stack.enter_context(inductor_fusions.config.patch(enabled=variant == "fused", policy="always"))
+    with (
+        on_a_gpu(),
+        mock.patch.object(model_cases, "model_config", narrow),
+        inductor_fusions.config.patch(enabled=variant == "fused", policy="always"),
+    ):
         model, inputs = made(name)
 
         def compile() -> int:
@@ -112,7 +110,7 @@ def measure(name: str, variant: str) -> Json:
         seconds = time.process_time() - start
         with cProfile.Profile() as profile:
             compile()
-    calls = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+    calls = sum(entry.callcount for entry in profile.getstats())
     return {"calls": calls, "cpu_s": round(seconds, 2), "launches": launches}
 
 

@@ -14,7 +14,7 @@ the configurations of the code's own rules, so that a row changes with the code 
 a device that does not exist (`devtools.cuda_codegen`): attention is decided as on a CPU, because that is
 settled before the graph is moved there, and attention calls are counted under one name, since which kernel
 SDPA takes is not known without a GPU. Fusions before autograd that have kernels for CUDA alone are decided as
-if there were some for the CPU (`ON_A_GPU`).
+if there were some for the CPU (`on_a_gpu`).
 
 A row is worse where a fusion has fewer sites, or where there are more kernels, extern calls or bytes.
 Rewriting the file accepts that, and the diff is what is reviewed.

@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,11 +31,20 @@ DEVICES = ("cuda", "cpu")
 #: Within the reasons that are about flex attention, which is for GPUs.
 FLEX = "flex attention"
 #: What leaves a site to stock on a CPU, in fusions before autograd.
-ON_A_GPU = (
+_ON_A_GPU = (
     "fusions.outer_product_linear.check_kernel", "fusions.dot_interaction.check_kernel",
     "fusions.lora.inputs.AdapterInput.guard", "fusions.lora.merged.check_device",
     "fusions.lora.norms.check_device", "fusions.lora.factors.check_device",
 )  # fmt: skip
+
+
+@contextlib.contextmanager
+def on_a_gpu() -> Iterator[None]:
+    """What has kernels for a GPU alone is fused all the same."""
+    with contextlib.ExitStack() as stack:
+        for check in _ON_A_GPU:
+            stack.enter_context(mock.patch(f"inductor_fusions.{check}", lambda *_: None))
+        yield
 
 
 @dataclass
@@ -87,8 +96,7 @@ def _compiled(entry: Entry, devices: Sequence[str]) -> tuple[dict[str, Compiled]
     torch._dynamo.reset()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(model_cases, "model_config", narrow))
-        for check in ON_A_GPU:
-            stack.enter_context(mock.patch(f"inductor_fusions.{check}", lambda t: None))
+        stack.enter_context(on_a_gpu())
         # A new row of a table can choose another configuration for a kernel whose code did not change.
         stack.enter_context(mock.patch.object(tables, "load", lambda name: None))
         stack.enter_context(inductor_config.patch(settings))

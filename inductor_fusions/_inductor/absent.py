@@ -356,11 +356,15 @@ def _selecting_all() -> type[Any]:
             found = super().dispatch(func, types, args, kwargs)
             if TracingContext.try_get() is not None:
                 return found
-            operands = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, FakeTensor)]
-            most = max((operand.numel() for operand in operands), default=None)
 
             def known(result: torch.Tensor) -> torch.Tensor:
-                if most is None or all(isinstance(size, int) for size in result.shape):
+                if all(isinstance(size, int) for size in result.shape):
+                    return result
+                operands = (
+                    each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, FakeTensor)
+                )
+                most = max((operand.numel() for operand in operands), default=None)
+                if most is None:
                     return result
                 return result.new_empty([size if isinstance(size, int) else most for size in result.shape])
 

@@ -59,6 +59,12 @@ def test_masks_of_sdpa_are_added(bad: float) -> None:
     assert wanted.isfinite().all() and not torch.as_tensor(found.outputs).isfinite().all()
 
 
+def test_keys_with_numbers() -> None:
+    for kernel in ("sdpa", "flex", "short"):
+        found, wanted = run(FILLED["-inf"], 3e4, kernel)
+        torch.testing.assert_close(found.outputs, wanted)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("fill", ["-inf", "where"])
 def test_values(fill: str, bad: float) -> None:

@@ -5,25 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 
+from devtools.ledger.compiling import on_a_gpu
 from inductor_fusions import config, reporting, testing
 
 if TYPE_CHECKING:
     from tests.block_mm.support import Run
-
-
-@contextlib.contextmanager
-def on_a_gpu() -> Iterator[None]:
-    """What has kernels for a GPU alone is fused all the same."""
-    from devtools.ledger.compiling import ON_A_GPU
-
-    with contextlib.ExitStack() as stack:
-        for check in ON_A_GPU:
-            stack.enter_context(mock.patch(f"inductor_fusions.{check}", lambda *_: None))
-        yield
 
 
 def judge(function: Callable[..., Any], inputs: Sequence[torch.Tensor], early: bool) -> Sequence[Any]:

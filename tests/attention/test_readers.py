@@ -1,4 +1,4 @@
-"""Readers of the scores and of the weights that nobody uses."""
+"""Readers of the scores and of the weights: some that nobody uses, and some that are used."""
 
 from __future__ import annotations
 
@@ -107,3 +107,48 @@ def test_readers_that_are_used() -> None:
     unfused(written_into, qkv(), "used-elsewhere")
     unfused(weights_too, qkv(), "weights")
     unfused(cast_too, qkv(), "weights")
+
+
+def test_used_twice() -> None:
+    """One product of the scores for two softmaxes; one softmax for two products is one attention."""
+    check(
+        lambda q, k, v: (lambda s: torch.softmax(s, -1) @ v + torch.softmax(-s, -1) @ v)(q @ k.mT),
+        qkv(), fused=0, reason="used-elsewhere",
+    )  # fmt: skip
+    check(lambda q, k, v: (lambda w: torch.cat([w @ v, w @ v.flip(-1)]))(torch.softmax(q @ k.mT, -1)), qkv())
+
+
+RETURNED = {
+    "scores": lambda q, k, v: (lambda s: (torch.softmax(s, -1) @ v, s))(q @ k.mT * 0.3),
+    "product": lambda q, k, v: (lambda s: (torch.softmax(s * 0.3, -1) @ v, s))(q @ k.mT),
+    "logsumexp": lambda q, k, v: (lambda s: (torch.softmax(s, -1) @ v, s.logsumexp(-1)))(q @ k.mT * 0.3),
+}
+
+WEIGHTS_RETURNED = {
+    "weights": lambda w, v: (w @ v, w),
+    "weights, dropped": lambda w, v: (lambda w: (w @ v, w))(nn.functional.dropout(w, 0.0)),
+    "entropy": lambda w, v: (w @ v, (w * w.log()).sum()),
+    "view of the weights": lambda w, v: (w @ v, w[0]),
+}
+
+
+@cases(RETURNED)
+def test_returned(case) -> None:
+    check(case, qkv(), fused=0, reason="used-elsewhere")
+
+
+@cases(WEIGHTS_RETURNED)
+def test_weights_returned(case) -> None:
+    check(lambda q, k, v: case(torch.softmax(q @ k.mT * 0.3, -1), v), qkv(), fused=0, reason="weights")
+
+
+def test_shape_of_the_scores() -> None:
+    """The size of an intermediate is no use of its values."""
+
+    def fn(q, k, v):
+        scores = q @ k.mT
+        weights = torch.softmax(scores / scores.shape[-1] ** 0.5, dim=-1)
+        return (weights @ v) * weights.size(-2)
+
+    check(fn, qkv())
+    check(fn, qkv(), dynamic=True, fused=None)

@@ -294,9 +294,9 @@ def on_absent_device(
         ValueError: inside, a value of a tensor is read.
     """
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    mode = _selecting_all()(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    mode = _selecting_all()
     memo: dict[int, Any] = {}
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -341,8 +341,7 @@ def on_absent_device(
             ) from error
 
 
-@functools.cache
-def _selecting_all() -> type[Any]:
+def _selecting_all() -> Any:
     """A mode of fake tensors in which no operation between graphs has a result of unknown size.
 
     `masked_select` and others have as many results as their largest operand has elements. An unknown size
@@ -350,27 +349,30 @@ def _selecting_all() -> type[Any]:
     """
     from torch._guards import TracingContext
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    class SelectingAll(FakeTensorMode):
-        def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found = super().dispatch(func, types, args, kwargs)
-            if TracingContext.try_get() is not None:
-                return found
+    # No subclass: operators of higher order have rules for FakeTensorMode itself alone.
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    dispatch = mode.dispatch
 
-            def known(result: torch.Tensor) -> torch.Tensor:
-                if all(isinstance(size, int) for size in result.shape):
-                    return result
-                operands = (
-                    each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, FakeTensor)
-                )
-                most = max((operand.numel() for operand in operands), default=None)
-                if most is None:
-                    return result
-                return result.new_empty([size if isinstance(size, int) else most for size in result.shape])
+    def select_all(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = dispatch(func, types, args, kwargs)
+        if TracingContext.try_get() is not None:
+            return found
 
-            return pytree.tree_map_only(FakeTensor, known, found)
+        def known(result: torch.Tensor) -> torch.Tensor:
+            if all(isinstance(size, int) for size in result.shape):
+                return result
+            operands = (each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, FakeTensor))
+            most = max((operand.numel() for operand in operands), default=None)
+            if most is None:
+                return result
+            return result.new_empty([size if isinstance(size, int) else most for size in result.shape])
 
-    return SelectingAll
+        return pytree.tree_map_only(FakeTensor, known, found)
+
+    vars(mode)["dispatch"] = select_all
+    return mode
 
 
 def _reader(error: BaseException) -> str:

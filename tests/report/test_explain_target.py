@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from typer.testing import CliRunner
 
 from inductor_fusions import cli, explain, explaining
@@ -74,6 +75,23 @@ def test_a_head_dim_that_no_fused_kernel_of_sdpa_takes():
     qkv = [torch.empty(8, 12, 512, 60, dtype=torch.bfloat16) for _ in range(3)]
     (site,) = explain(attention, *qkv, gpu="nvidia_h200")
     assert site.verdict != "fused" or site.kernel.startswith("flex")
+
+
+def capped(q, k, v):
+    return torch.softmax(30 * torch.tanh(q @ k.transpose(-2, -1) / 240), dim=-1) @ v
+
+
+def capped_by_a_call(q, k, v):
+    def cap(score, batch, head, q_index, k_index):
+        return 30 * torch.tanh(score / 30)
+
+    return flex_attention(q, k, v, score_mod=cap)
+
+
+@pytest.mark.parametrize("fn", [capped, capped_by_a_call], ids=["fused", "the user's own"])
+def test_an_operator_of_higher_order(fn):
+    found = explain(fn, *inputs(512), gpu="nvidia_h200")
+    assert [site.kernel.split(",")[0] for site in found] == ["flex"] * (fn is capped)
 
 
 def test_a_linear_on_a_copy_of_the_module():

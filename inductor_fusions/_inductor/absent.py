@@ -310,18 +310,26 @@ def on_absent_device(
                     )
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, tensor.requires_grad)
-            for name in [name for name in vars(tensor) if name.startswith("_dynamo_")]:  # marked dynamic
-                setattr(fake, name, getattr(tensor, name))
             memo[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
+            # Sizes that are marked dynamic, the scales of a quantised weight.
+            beside = {name: value for name, value in vars(tensor).items() if name not in vars(fake)}
+            vars(fake).update(moved_with(beside) if not is_wrapper(tensor) else {})
         found: torch.Tensor = memo[id(tensor)]
         return found
+
+    def moved_with(found: Any) -> Any:
+        """A copy of `found`, with the tensors in it moved."""
+        with contextlib.ExitStack() as stack:
+            for kind in (torch.Tensor, nn.Parameter):
+                stack.enter_context(mock.patch.object(kind, "__deepcopy__", lambda each, memo: moved(each)))
+            return copy.deepcopy(found, memo)
 
     module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
     if isinstance(module, nn.Module):
         for tensor in [*module.parameters(), *module.buffers()]:
             moved(tensor)
     args, kwargs = (pytree.tree_map_only(torch.Tensor, moved, each) for each in (args, kwargs))
-    fn = copy.deepcopy(fn, dict(memo))
+    fn = copy.deepcopy(fn, memo)
     deduce = UniformValueConstantFolder._deduce_value
 
     def deduced(folder: Any, node: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from inductor_fusions import explain
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.reasons import Reason
 from tests.block_mm.support import Run, differentiate, run
@@ -106,5 +107,8 @@ def test_bitsandbytes(kind: str, dtype: torch.dtype) -> None:
         bitsandbytes: Any = pytest.importorskip("bitsandbytes")
     base = bitsandbytes.nn.Linear4bit(IN, OUT, quant_type=kind, compute_dtype=torch.bfloat16).to("cpu")
     assert base.weight.dtype == torch.uint8  # it was quantised
-    seen = check(Adapted(base, IN, OUT, RANK, dtype))
+    model = Adapted(base, IN, OUT, RANK, dtype)
+    seen = check(model)
     assert len(targets(seen, LORA_ACCUMULATE)) == 1 and not seen.reasons("lora")
+    absent = explain(model, torch.ones(4096, IN, dtype=torch.bfloat16), gpu="nvidia_h200")
+    assert "lora" in {site.fusion for site in absent}

@@ -129,6 +129,31 @@ class Adapted(nn.Module):
         return self.base(x) + 2.0 * self.b(self.a(x.float())).to(x.dtype)
 
 
+class Quantised(nn.Parameter):
+    """Eight bits a weight, with scales in an attribute, as bitsandbytes keeps them."""
+
+
+class Dequantising(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Quantised(torch.ones(2048, 2048, dtype=torch.int8), requires_grad=False)
+        self.weight.scales = torch.ones(2048, 1)
+        self.weight.module = self
+        self.a, self.b = (nn.Parameter(torch.ones(shape)) for shape in [(16, 2048), (2048, 16)])
+
+    def forward(self, x):
+        assert self.weight.module is self
+        base = x @ (self.weight * self.weight.scales).to(x.dtype).mT
+        return base + (x.float() @ self.a.mT @ self.b.mT).to(x.dtype)
+
+
+def test_what_a_parameter_has_beside_it():
+    model = Dequantising()
+    found = explain(model, torch.empty(4096, 2048, dtype=torch.bfloat16), gpu="nvidia_h200")
+    assert {site.verdict for site in found} == {"fused"}
+    assert model.weight.scales.device.type == "cpu" and model.weight.module is model
+
+
 def under_autocast(x, w):
     with torch.autocast(x.device.type, torch.bfloat16):
         return nn.functional.gelu(x @ w) + torch.arange(8192, device=x.device)

@@ -82,10 +82,10 @@ class Reason(Enum):
         "If the size is symbolic, call `torch._check(n > 0)` before the operation.",
     )
     LIMIT = (
-        "The site exceeds a limit of the kernel: too many products, too high a rank, too many features, a "
-        "bias in the A of an adapter, or a batch of matrices instead of one.",
-        "Use fewer adapters in one sum, lower ranks, fewer features, `F.linear(x, a) + bias` as A, or one "
-        "product for each matrix, if the model allows it.",
+        "The site exceeds a limit of the kernel: too many products, too high a rank, too many features, or "
+        "a batch of matrices instead of one.",
+        "Use fewer adapters in one sum, lower ranks, fewer features, or one product for each matrix, if the "
+        "model allows it.",
     )
     NOT_A_TENSOR = (
         "An argument is not of a supported kind: a tensor, a number, or a boolean mask.",

@@ -75,17 +75,41 @@ def test_several_linears() -> None:
     assert len(named(narrow).b) == 2
 
 
-def test_a_base_in_memory() -> None:
+@pytest.mark.parametrize("biases", [False, True], ids=["no biases", "biases"])
+def test_a_base_in_memory(biases: bool) -> None:
     """What is added to is what the adapter reads, behind a linear: the bottleneck of Houlsby et al."""
 
-    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+    def fn(x: Any, w: Any, a: Any, b: Any, c: Any = None, d: Any = None) -> Any:
         y = F.linear(x, w)
-        return y + F.linear(F.gelu(F.linear(y, a)), b)
+        return y + F.linear(F.gelu(F.linear(y, a, c)), b, d)
 
-    args = (rand(96, 64), rand(64, 64), rand(16, 64), rand(64, 16))
+    args = (rand(96, 64), rand(64, 64), rand(16, 64), rand(64, 16), *[rand(16), rand(64)] * biases)
     for train in (False, True):
         seen = check(fn, args, train=train, budget=2.0)
         assert "lora_accumulate" in next(s.kernel for s in seen.sites if s.fusion == "lora")
+        assert seen.products() == 1  # the base
+
+
+@pytest.mark.parametrize(
+    "function", [lambda h: h, F.relu, lambda h: h.view(4, 24, 16)], ids=["-", "relu", "view"]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, WHOLE], ids=str)
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_a_bias_of_a(name: str, dtype: torch.dtype, train: bool) -> None:
+    """It is added to the narrow result, once; two adapters on one input have one skinny GEMM."""
+
+    function = {"nothing": lambda h: h, "relu": F.relu, "view": lambda h: h.view(4, 24, 16)}[name]
+
+    def fn(x: Any, w: Any, a: Any, b: Any, c: Any, e: Any) -> Any:
+        base, x = F.linear(x, w), x.to(a.dtype)
+        up = F.linear(function(F.linear(x, a, c)), b).view(base.shape)
+        return (base + up * 0.5 + F.linear(F.linear(x, e, c * 2.0), b)).to(base.dtype)
+
+    x, w, a, b = operands(dtype=dtype)
+    args = (x, w, a, b, rand(16, dtype=a.dtype), rand(16, 64, dtype=a.dtype))
+    seen = check(fn, args, train=train, budget=2.0)
+    (narrow,) = targets(seen, NARROW_MM)
+    assert len(named(narrow).b) == 2 and not seen.products() and not seen.codes("lora")
 
 
 def test_few_rows_are_not_measured() -> None:

@@ -157,7 +157,8 @@ class AdapterSum(Candidate):
 
     def _further(self, down: Product, x: fx.Node) -> float:
         """The factor of the further form of a down-projection: halves, where the kernel reads those."""
-        return 1.0 if self.halves and value(x).dtype == torch.bfloat16 else 0.0
+        is_read = any(a.middle is None for a in self.sum.adapters if a.down.node is down.node)
+        return 1.0 if is_read and self.halves and value(x).dtype == torch.bfloat16 else 0.0
 
     def _operands(self, make: Emitter, a: Adapter, made: downs.Made) -> tuple[fx.Node, fx.Node]:
         """Both operands of a product of the kernel, in one dtype."""

@@ -76,7 +76,8 @@ class Adapter:
             number for each row (its last dim has size 1), or for each column.
         over: the leading sizes of the result where it is multiplied by that.
         kept: the mask that the result is multiplied by, a bool tensor with as many elements; or None.
-        middle: what B multiplies, where f is computed between both: a mask, a vector, an activation; or None.
+        middle: what B multiplies, where f is computed between both: a bias, a mask, a vector, an activation;
+            or None.
         pad: how many columns of the result are before and behind those of the product: there it adds nothing.
     """
 
@@ -211,20 +212,20 @@ def adapter_of(node: fx.Node) -> Adapter | None:
     return Adapter(up, down, scale, factor) if narrow else _around_function(up)
 
 
-def down_projection(node: fx.Node, biased: bool = False) -> Product | None:
-    """The product without a bias, or with one, that a node is, with its padding or masks."""
+def down_projection(node: fx.Node) -> Product | None:
+    """The product without a bias that a node is, with its padding or masks."""
+    down = _first_product(node)
+    return down if down is not None and down.bias is None else None
+
+
+def _first_product(node: fx.Node) -> Product | None:
+    """The product that a node is, with its padding or masks, and its bias if that is a vector."""
     down = product(node) or _of_padded_columns(node) or narrow_product(node)
-    return down if down is not None and (down.bias is not None) is biased else None
+    return down if down is not None and (down.bias is None or value(down.bias).dim() == 1) else None
 
 
-def with_bias(up: Product) -> Adapter | None:
-    """What would be an adapter, had A no bias."""
-    found = _around_function(up, True)
-    return found if found is not None and value(found.down.bias).dim() == 1 else None
-
-
-def _around_function(up: Product, biased: bool = False) -> Adapter | None:
-    """An adapter with a function between A and B, whose computation stays as it is."""
+def _around_function(up: Product) -> Adapter | None:
+    """An adapter with a bias or a function between A and B, whose computation stays as it is."""
     if not is_floating(up.a):
         return None
     rank, size = value(up.a).shape[1], str(value(up.a).numel())
@@ -238,7 +239,7 @@ def _around_function(up: Product, biased: bool = False) -> Adapter | None:
         if node in seen:
             continue
         seen.add(node)
-        found = down_projection(node, biased) if str(value(node).numel()) == size else None
+        found = _first_product(node) if str(value(node).numel()) == size else None
         if found is not None and down is None:
             down = found
         elif found is not None or len(seen) > _MOST_BETWEEN:

@@ -12,7 +12,7 @@ from torch import fx
 
 from ..._inductor import was_erased
 from ...fusion import Rejected
-from ...graph.builder import substitute
+from ...graph.builder import Builder, substitute
 from ...graph.placement import Place, find
 from ...graph.products import Product
 from ...operands import value
@@ -41,7 +41,7 @@ class Made:
     """The results of one down-projection.
 
     Attributes:
-        output: shape (M, r), in the dtype of A.
+        output: shape (M, r), in the dtype of A; with the bias of the down-projection.
         form: the further form, or None where none was asked for.
         further: the factor of the further form.
     """
@@ -75,8 +75,8 @@ def narrow_products(downs: Iterable[Product]) -> list[Down]:
 
 def _down(members: list[Product]) -> Down:
     origin = source(members[0].a)
-    # The place of what is read: the views in between are made anew.
-    reading = [replace(p, a=origin.base) for p in members]
+    # The place of what is read: the views in between are made anew, and biases are added later.
+    reading = [replace(p, a=origin.base, bias=None) for p in members]
     masks = masks_of(members)
     drawn = {node for kept in masks for node in drawing(kept)}
     return Down(members, origin, find(reading, [*origin.sizes, *masks], movable=drawn))
@@ -108,10 +108,11 @@ def insert(
     place.sink()
     moved.update(views)
     forms = iter(outputs[len(right) :])
-    return {
-        p.node: Made(output, next(forms) if factor else None, factor)
-        for p, output, factor in zip(down.members, outputs, factors, strict=False)
-    }
+    found = {}
+    for p, output, factor in zip(down.members, outputs, factors, strict=False):
+        whole = output if p.bias is None else Builder(p.node).call(torch.ops.aten.add.Tensor, output, p.bias)
+        found[p.node] = Made(whole, next(forms) if factor else None, factor)
+    return found
 
 
 def operands(make: Emitter, a: Adapter, made: Made, dtype: torch.dtype) -> tuple[fx.Node, fx.Node, float]:

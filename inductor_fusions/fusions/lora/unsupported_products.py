@@ -1,4 +1,4 @@
-"""Reports adapters that the kernels do not take: of a high rank, with a bias of A, of blocks of columns."""
+"""Reports adapters that the kernels do not take: of a high rank, of blocks of columns."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from torch import fx
 from ..._inductor import known_true
 from ...block_mm import guards
 from ...fusion import Candidate, LeftToStock, Reported
-from ...graph.additions import added_matrix, additions_behind, has_size_of, summands
+from ...graph.additions import added_matrix, additions_behind
 from ...graph.products import Product, identity, product
 from ...operands import value
 from ...reasons import Reason
-from .adapters import MOST_RANK, adapter_of, is_low_rank, source, with_bias
+from .adapters import MOST_RANK, source
 from .unsupported import core_of, terms_of, turned
 
-BIAS = Reason.LIMIT("A of the adapter has a bias (Houlsby et al.), which the skinny GEMM does not add")
 BLOCKS = Reason.SHAPES(
     "one matrix multiplies each block of the columns (LoKr, MoRA), so its product has more rows than the "
     "linear that it is added to"
@@ -30,7 +29,6 @@ def candidates(products: Sequence[Product]) -> Iterator[Candidate]:
     """Every such adapter that is added to a linear, or to what a linear adds to."""
     for up in products:
         yield from _wide(up)
-        yield from _biased(up)
         yield from _of_blocks(up)
 
 
@@ -45,18 +43,6 @@ def _wide(up: Product) -> Iterator[Candidate]:
     if any(identity(source(found.a).base) == key for found in others):
         said = Reason.LIMIT(f"the adapter has rank {up.inner}, and the kernels support {MOST_RANK}")
         yield Reported(sums[-1], LeftToStock(said), {"adapter": guards.text(up.node)})
-
-
-def _biased(up: Product) -> Iterator[Candidate]:
-    """An adapter whose A has a bias, and which is added to something of the size of the result."""
-    tops = additions_behind([up.node]) if is_low_rank(value(up.a).shape[1]) else []
-    found = with_bias(up) if tops and adapter_of(up.node) is None else None
-    for top in tops if found is not None else ():
-        others = [x for x, _ in summands(top) if has_size_of(x, top)]
-        if found is not None and (len(others) == 2 or added_matrix(product(top)) is not None):
-            names = f"{guards.text(found.down.b)} x {guards.text(up.b)}"
-            yield Reported(top, LeftToStock(BIAS), {"adapter": names})
-            return
 
 
 def _of_blocks(base: Product) -> Iterator[Candidate]:

@@ -25,31 +25,31 @@ SHOWN = 0.5
 
 
 @functools.lru_cache(maxsize=4096)  # an estimate asks for each row of a table
-def wave_quantization(rows: int, widths: tuple[int, ...], processors: int) -> float:
+def wave_quantization(results: tuple[tuple[int, int], ...], processors: int) -> float:
     """What a grouped GEMM gains over single ones because its tiles fill the waves better.
 
     2,048 x 2,304 results are 144 tiles of 128 x 256, which is one more wave than 132 multiprocessors take at
     once, and 132 tiles of 192 x 192, which the library has.
 
     Args:
-        rows, widths: of the results.
+        results: rows and columns of each.
         processors: multiprocessors of the device.
 
     Returns:
         The logarithm of a speedup; negative where the library fills the device better.
     """
 
-    def time(widths: Sequence[int], tiles: Sequence[tuple[int, int]]) -> float:
+    def time(results: Sequence[tuple[int, int]], tiles: Sequence[tuple[int, int]]) -> float:
         found = []
-        for m, columns in tiles:
-            count = sum(-(-rows // m) * -(-n // columns) for n in widths)
+        for m, n in tiles:
+            count = sum(-(-rows // m) * -(-columns // n) for rows, columns in results)
             # A tile reads so much for each result: a small one is limited by that.
-            reads = max(1.0, (m + columns) / (m * columns) * (128 * 256) / (128 + 256))
-            found.append(-(-count // processors) * m * columns * math.sqrt(reads))
+            reads = max(1.0, (m + n) / (m * n) * (128 * 256) / (128 + 256))
+            found.append(-(-count // processors) * m * n * math.sqrt(reads))
         return min(found)
 
-    single = sum(time((n,), LIBRARY_TILES) for n in widths)
-    return SHOWN * math.log(single / time(widths, OWN_TILES))
+    single = sum(time([result], LIBRARY_TILES) for result in results)
+    return SHOWN * math.log(single / time(results, OWN_TILES))
 
 
 def idle_multiprocessors(row: Mapping[str, Any], kernel: str, processors: int) -> float:

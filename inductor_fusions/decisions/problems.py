@@ -1,8 +1,7 @@
 """Sections of the tables: columns, keys and sizes of each kind of problem.
 
 One definition of each section is used by whoever checks a table, reads it, estimates between its rows, and
-reports. A row is a JSON object; a problem that is asked for is one with the same columns, but for what was
-measured.
+reports. A row is a JSON object; a problem that is asked for has the same columns, without those measured.
 """
 
 from __future__ import annotations
@@ -72,8 +71,7 @@ class Section:
         doubt: of an estimate for a problem: the standard deviation of the logarithm of its gain.
         each: the same for each doubling of distance.
         gains: whether rows have gains; else they have only tiles.
-        untuned: what a problem loses of an estimated gain, because its configuration is not measured: a
-            logarithm.
+        untuned: the logarithm of what a configuration that is not measured loses of an estimated gain.
         fills: what a kernel gains by how it fills a device, given a problem, the kernel and the number of
             multiprocessors: a logarithm, which estimates correct the gains of rows by.
     """
@@ -147,15 +145,20 @@ def _attention_same(row: Row) -> tuple[Hashable, ...]:
     wide = row["train"] and row["head_dim"] > 128
     # Few queries leave most of a tile empty: with 16 keys, one takes efficient attention 8 times as long. Few
     # beside many keys have hardly more scores than k and v have elements. In the backward, tiles are of keys.
-    tiled, longest = row["q_len"], max(row["q_len"], row["kv_len"])
-    if row["train"]:
-        tiled = min(tiled, row["kv_len"])
+    tiled = min(row["q_len"], row["kv_len"] if row["train"] else row["q_len"])
+    longest = max(row["q_len"], row["kv_len"])
     few = row["q_len"] <= FEW_QUERIES or (tiled <= BLOCK // 4 and longest >= BLOCK)
-    return half(row["dtype"]), row["mask"], row["train"], wide, few, row.get("tf32", False)
+    mask = "bias" if row["mask"] in _BIASES else row["mask"]
+    return half(row["dtype"]), mask, row["train"], wide, few, row.get("tf32", False)
+
+
+#: Masks that vary over queries are read alike: each doubling stands for a dim more over which they vary.
+_BIASES = {"bias_batch": 1.0, "bias": 2.0, "bias_full": 4.0}
 
 
 def _attention_sizes(row: Row) -> tuple[float, ...]:
-    return row["q_len"], row["kv_len"], row["head_dim"], row["batch"] * row["heads"]
+    varies = _BIASES.get(row.get("mask", ""), 1.0)
+    return varies, row["q_len"], row["kv_len"], row["head_dim"], row["batch"] * row["heads"]
 
 
 def _attention_doubt(row: Row) -> float:
@@ -178,9 +181,7 @@ def has_adapters(row: Row) -> bool:
 def _block_same(row: Row) -> tuple[Hashable, ...]:
     layouts = tuple(sorted(set(row["layout"])))
     # Sums of products with and without adapters, and linears with and without activations, are other kernels.
-    found = row["kind"], layouts, bool(row.get("activation")), has_adapters(row), half(row["dtype"])
-    # Gradients of weights have few tiles: what they gain hangs on how these fill the device, width by width.
-    return found if row["kind"] != "shared_b" else (*found, *row["n"], *row["m"])
+    return row["kind"], layouts, bool(row.get("activation")), has_adapters(row), half(row["dtype"])
 
 
 def _block_sizes(row: Row) -> tuple[float, ...]:
@@ -208,10 +209,12 @@ def _untuned(row: Row) -> float:
 
 
 def _block_fills(row: Row, kernel: str, processors: int) -> float:
-    # Rows of gradients of weights are compared by their widths.
-    many = row["tokens"] > FEW_ROWS and row.get("kind") != "shared_b"
-    widths = tuple(row["outer" if "outer" in row else "n"])
-    return wave_quantization(row["tokens"], widths, processors) if many else 0.0
+    if row["tokens"] <= FEW_ROWS:
+        return 0.0
+    columns = row["outer" if "outer" in row else "n"]
+    # The rows of the gradient of a weight are not tokens.
+    rows = row["m"] if row.get("kind") == "shared_b" else [row["tokens"]] * len(columns)
+    return wave_quantization(tuple(zip(rows, columns, strict=True)), processors)
 
 
 def _padded(ranks: Sequence[int]) -> int:
@@ -266,7 +269,7 @@ SECTIONS: Mapping[str, Section] = {
                 batch=is_size, heads=is_size, q_len=is_size, kv_len=is_size, head_dim=is_size, dtype=is_dtype,
                 mask=is_text, train=is_flag,
             ),
-            _attention_same, _attention_sizes, (1.0, 0.5, 1.0, 0.5), along="", reach=8.0,
+            _attention_same, _attention_sizes, (1.0, 1.0, 0.5, 1.0, 0.5), along="", reach=8.0,
             doubt=_attention_doubt, each=0.05, fills=idle_multiprocessors,
             may=_TF32,
             measured=dict(
@@ -375,8 +378,7 @@ SECTIONS: Mapping[str, Section] = {
         Section(
             "dot_interaction",
             dict(
-                dtype=is_dtype, train=is_flag, features=is_size, width=is_size, dense=is_flag,
-                samples=is_size,
+                dtype=is_dtype, train=is_flag, features=is_size, width=is_size, dense=is_flag, samples=is_size
             ),
             lambda row: (half(row["dtype"]), row["train"], row["dense"], row.get("pairs", "triangle")),
             lambda row: (row["features"], row["width"], row["samples"]),

@@ -50,8 +50,11 @@ def test_estimate_from_two_devices() -> None:
 
 def test_wave_quantization() -> None:
     """0 for a full device; negative where the library's tiles fill it better."""
-    assert wave_quantization(8192, (8192,), 132) == pytest.approx(0.0, abs=0.02)
-    assert wave_quantization(2048, (2304,), 132) < -0.2 < wave_quantization(2048, (2048,), 132) == 0.0
+    assert wave_quantization(((8192, 8192),), 132) == pytest.approx(0.0, abs=0.02)
+    square = wave_quantization(((2048, 2048),), 132)
+    assert wave_quantization(((2048, 2304),), 132) < -0.2 < square == 0.0
+    # Three gradients of weights with a quarter of a wave each: together they take the time of one.
+    assert wave_quantization(((768, 768),) * 3, 132) > 0.2
 
 
 def test_idle_multiprocessors() -> None:

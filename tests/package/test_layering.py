@@ -92,7 +92,7 @@ PRIVATE_LAYERS = {
     "lowering": {"graphs", "loading"},
     "matcher": {"versions"},
     "reuse": {"loading"},
-    "templates": {"loading", "reuse"},
+    "templates": {"loading", "lowering", "reuse"},
     "probing": {"bisector", "hooks", "reports", "templates"},
 }
 

@@ -8,13 +8,11 @@ import hashlib
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 from .loading import inductor_config
-from .lowering import static
 from .reuse import write_over
 
 
@@ -262,19 +260,8 @@ def _settled(defines: str, size: int, crowded: bool) -> dict[str, str]:
 
 @functools.cache
 def _symbolic_grid(grid: Callable[..., Any]) -> Any:
-    """A grid as Inductor's templates take it, in plain numbers where all sizes are numbers."""
     select = importlib.import_module("torch._inductor.select_algorithm")
-    made = select.SymbolicGridFn(grid)
-    symbolic = made.sympy_call
-
-    def sympy_call(*sizes_and_meta: Any) -> Any:
-        *sizes, meta = sizes_and_meta
-        sizes = [static(size) for size in sizes]
-        known = all(isinstance(size, int) for size in sizes)
-        return made(*sizes, meta) if known else symbolic(*sizes, meta)
-
-    made.sympy_call = sympy_call
-    return made
+    return select.SymbolicGridFn(grid)
 
 
 def _tiles(*sizes_and_meta: Any, cdiv: Any, min: Any) -> tuple[Any, int, int]:
@@ -288,43 +275,16 @@ def _tiles(*sizes_and_meta: Any, cdiv: Any, min: Any) -> tuple[Any, int, int]:
     return (min(tiles, meta["NUM_PROGRAMS"]) if "NUM_PROGRAMS" in meta else tiles, 1, 1)
 
 
-class _Written(ModuleType):
-    """The code of a template in a file, which is loaded when it is measured."""
-
-    key: str
-
-    @classmethod
-    def load(cls, code: str, extra: str = "", **_: Any) -> _Written:
-        """In place of `PyCodeCache.load`."""
-        cache = importlib.import_module("torch._inductor.codecache").PyCodeCache
-        made = cls("written")
-        made.key, made.__file__ = cache.write(code, extra)
-        return made
-
-
-@functools.cache
-def _template_class() -> Any:
-    """Inductor's TritonTemplate, but for loading all code: Triton reads every function that it loads.
-
-    Measurements load it by its path. Only this class changes, not what its module names.
-    """
-    select = importlib.import_module("torch._inductor.select_algorithm")
-    base = select.TritonTemplate.generate_and_load
-    named = {**base.__globals__, "PyCodeCache": _Written}
-    changed = FunctionType(base.__code__, named, base.__name__, base.__defaults__, base.__closure__)
-    changed.__kwdefaults__ = base.__kwdefaults__
-    return type("Template", (select.TritonTemplate,), {"generate_and_load": changed})
-
-
 _templates: dict[tuple[str, str], Any] = {}
 
 
 def _template(name: str, source: str, grid: Callable[..., Any]) -> Any:
     """The TritonTemplate of a source; its registry wants each name once."""
     if (name, source) not in _templates:
+        select = importlib.import_module("torch._inductor.select_algorithm")
         unique = f"{name}_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
         # Calls alike, as in each layer of a model, are rendered once for autotuning.
-        _templates[name, source] = _template_class()(
+        _templates[name, source] = select.TritonTemplate(
             name=unique, grid=_symbolic_grid(grid), source=source, cache_codegen_enabled_for_template=True
         )
     return _templates[name, source]

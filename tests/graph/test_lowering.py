@@ -106,38 +106,6 @@ def test_calls_alike_are_rendered_once_for_autotuning(name: str, monkeypatch: py
     assert 0 < count - calls <= len(sources) < calls
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_code_that_is_not_measured_is_not_loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton would read all its functions, which takes as long as rendering them."""
-    from torch._inductor.codecache import PyCodeCache
-
-    monkeypatch.setattr(PyCodeCache, "load_by_key_path", mock.Mock(side_effect=AssertionError("loaded")))
-    fn, args = CASES[name]
-    sources, _ = rendered(monkeypatch, fn, args)
-    assert sources
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_code_that_is_measured_is_loaded_by_its_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Inductor's benchmarks get has the kernel."""
-    from torch._inductor import autotune_process
-    from torch._inductor.codecache import PyCodeCache
-
-    requests: list[Any] = []
-    init = autotune_process.TritonBenchmarkRequest.__init__
-
-    def noted(self: Any, *given: Any, **more: Any) -> None:
-        init(self, *given, **more)
-        requests.append(self)
-
-    monkeypatch.setattr(autotune_process.TritonBenchmarkRequest, "__init__", noted)
-    rendered(monkeypatch, *CASES[name])
-    for each in requests:
-        loaded = PyCodeCache.load_by_key_path(each.module_cache_key, each.module_path)
-        assert hasattr(loaded, each.kernel_name)
-    assert requests
-
-
 def narrow_mm(x: Any, w: Any, a: Any, b: Any) -> Any:
     return NARROW_MM(x, [16 * a], [0.001], [0.0], False, [])[0]
 

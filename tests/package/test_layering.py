@@ -92,7 +92,7 @@ PRIVATE_LAYERS = {
     "lowering": {"graphs", "loading"},
     "matcher": {"versions"},
     "reuse": {"loading"},
-    "templates": {"loading", "lowering", "reuse"},
+    "templates": {"loading", "reuse"},
     "probing": {"bisector", "hooks", "reports", "templates"},
 }
 

@@ -50,9 +50,11 @@ def foreign() -> tuple[Foreign, ...]:
 def _loaded(skipped: frozenset[str]) -> tuple[Foreign, ...]:
     found: list[Foreign] = []
     taken = {fusion.name for fusion in fusions.ALL}
-    entries = [entry for entry in metadata.entry_points(group=GROUP) if entry.name not in skipped]
-    known = {*taken, *(entry.name for entry in metadata.entry_points(group=GROUP))}
-    for entry in sorted(entries, key=lambda e: (e.name, e.value)):
+    entries = sorted(metadata.entry_points(group=GROUP), key=lambda e: (e.name, e.value))
+    known = {*taken, *(entry.name for entry in entries)}
+    for entry in entries:
+        if entry.name in skipped:
+            continue
         package = entry.dist.name if entry.dist is not None else "?"
         try:
             given = _checked(entry.load(), taken)

@@ -174,26 +174,36 @@ class Patterns:
             owner = fx.GraphModule(torch.nn.Module(), fx.Graph())
             owner._graph = graph
         nodes = {key: graph.find_nodes(op=key[0], target=key[1], sort=False) for key in self.matcher.patterns}
-        if not any(nodes.values()):  # as most fusions in most graphs, which costs less to see than to search
-            return []
-        was_known = _REGION in next(iter(graph.nodes)).meta
-        from torch._subclasses.fake_tensor import unset_fake_temporarily
-
         search = _Search()
         token = _search.set(search)
         try:
-            with unset_fake_temporarily():  # it asks each node for its device, which is faster without
-                self.matcher.apply(owner)
-            self._read_skipped(nodes, search)
+            entries = [entry for key, found in nodes.items() if found for entry in self.matcher.patterns[key]]
+            # torch visits every node for it, and looks for writes in between.
+            if os.environ.get(_SHOW) or not all(is_one_node(entry.pattern) for entry in entries):
+                self._apply(owner)
+            self._read_single(nodes, search)
         finally:
             _search.reset(token)
-            if not was_known:
-                for node in graph.nodes:
-                    node.meta.pop(_REGION, None)
         return sorted(search.found, key=lambda each: each.node)
 
-    def _read_skipped(self, nodes: dict[tuple[str, Any], list[fx.Node]], search: _Search) -> None:
-        """Single nodes that torch passes over for their dtype or device: they are reported, too."""
+    def _apply(self, owner: fx.GraphModule) -> None:
+        """File the matches that torch finds."""
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        was_known = _REGION in next(iter(owner.graph.nodes)).meta
+        try:
+            with unset_fake_temporarily():  # it asks each node for its device, which is faster without
+                self.matcher.apply(owner)
+        finally:
+            if not was_known:
+                for node in owner.graph.nodes:
+                    node.meta.pop(_REGION, None)
+
+    def _read_single(self, nodes: dict[tuple[str, Any], list[fx.Node]], search: _Search) -> None:
+        """File the nodes that a pattern of one node matches, unless torch has found them.
+
+        torch passes over some for their dtype or device: they are reported, too.
+        """
         for key, found in nodes.items():
             for entry in self.matcher.patterns[key] if found else ():
                 if is_one_node(entry.pattern):
@@ -202,6 +212,8 @@ class Patterns:
                             entry.extra_check(entry.pattern.match(node))
 
 
+#: The variable that shows what torch matches.
+_SHOW = "TORCHINDUCTOR_PATTERN_MATCH_DEBUG"
 #: Where torch notes between which writes a node stands; not kept, since graphs change.
 _REGION = "mutation_region_id"
 
@@ -370,5 +382,5 @@ def count_match(name: str, nodes: int) -> None:
     backend = _torch().backend
     counters[backend]["pattern_matcher_count"] += 1
     counters[backend]["pattern_matcher_nodes"] += nodes
-    if torch_version() >= (2, 12) and os.environ.get("TORCHINDUCTOR_PATTERN_MATCH_DEBUG"):
+    if torch_version() >= (2, 12) and os.environ.get(_SHOW):
         counters[f"{backend}_pattern_matcher_per_pattern"][name] += 1

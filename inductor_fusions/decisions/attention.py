@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from . import tables
-from .deciding import Decision, Query, decide
+from .deciding import Decision, Query, asked, decide
 from .devices import sources
 from .estimating import distance
 from .problems import SECTIONS, Row, half
@@ -110,7 +110,7 @@ def _rows(device: torch.device, wanted: Row, column: str) -> Iterator[list[Row]]
         same = row["head_dim"] == wanted["head_dim"] and half(row["dtype"]) == half(wanted["dtype"])
         return same and column in row
 
-    for some in sources(device):
+    for some in asked(sources, device):
         alike = [source.table.rows("attention") for source in some if source.is_alike]
         yield [item.row for item in itertools.chain(*alike) if agrees(item.row)]
 

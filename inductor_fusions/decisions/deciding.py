@@ -126,8 +126,8 @@ _known: ContextVar[dict[Any, Any] | None] = ContextVar("inductor_fusions_decisio
 
 @contextlib.contextmanager
 def once() -> Iterator[None]:
-    """Decide once for each distinct problem inside the block, unless problems are measured."""
-    token = _known.set({})
+    """Decide once for each distinct problem inside the outermost block, unless problems are measured."""
+    token = _known.set({} if (known := _known.get()) is None else known)
     try:
         yield
     finally:
@@ -178,7 +178,7 @@ def decide(query: Query, device: torch.device, may_measure: bool = True) -> Deci
 def _from_tables(query: Query, device: torch.device) -> Decision:
     """The decision from what is known."""
     name, known, near, found_any = tables.device_name(device), False, math.inf, False
-    for some in sources(device):
+    for some in asked(sources, device):
         found_any = found_any or bool(some)
         for source in some:
             found = _measured(query, source) if source.is_own else None
@@ -257,7 +257,7 @@ def tiles(query: Query, device: torch.device, fits: Callable[[Row], Found | None
 def _rows_with_tiles(query: Query, device: torch.device) -> list[Row]:
     """The rows whose tiles may be those of a problem: source by source, the nearest first."""
     found: list[Row] = []
-    for some in sources(device):
+    for some in asked(sources, device):
         near = sorted(_near(query, [each for each in some if each.is_alike]), key=lambda entry: entry[1])
         rows = (item.row for _, apart, item in near if apart <= TILES_REACH)
         found += [row for row in rows if row["config"] is not None]

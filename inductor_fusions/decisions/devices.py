@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +65,7 @@ KNOWN: dict[str, Hardware] = {
 OLDEST = (8, 0)
 
 
+@functools.cache
 def known(name: str) -> Hardware | None:
     """The properties of a device by its name; None if it is unknown."""
     # A part of one (a MIG slice) has fewer multiprocessors than its name says.
@@ -148,7 +149,7 @@ class Source:
         return math.log2(self.whose.multiprocessors / self.of.multiprocessors)
 
 
-def sources(device: torch.device) -> Iterator[list[Source]]:
+def sources(device: torch.device) -> list[list[Source]]:
     """The tables that count for a device: its own, this machine's and those of its capability; the others."""
     name = tables.device_name(device)
     own, here = tables.load(name), machine.load(device)
@@ -157,16 +158,17 @@ def sources(device: torch.device) -> Iterator[list[Source]]:
         first.append(Source(name, here, is_here=True))
     of = hardware(device)
     if of is None or of.capability < OLDEST:
-        yield first
-        return
+        return [first]
     others = []
     for other in tables.names():
         whose = known(other)
         table = tables.load(other) if whose is not None and other != name else None
         if table is not None:
             others.append(Source(other, table if isinstance(table, Table) else Table(table), whose, of))
-    yield [*first, *(source for source in others if source.is_alike)]
-    yield [source for source in others if not source.is_alike]
+    return [
+        [*first, *(source for source in others if source.is_alike)],
+        [source for source in others if not source.is_alike],
+    ]
 
 
 @dataclass(frozen=True)

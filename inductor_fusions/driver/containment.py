@@ -166,21 +166,20 @@ def _kind(value: Any) -> Any:
 
 
 @functools.lru_cache
-def code_digest(fusions: tuple[Fusion, ...]) -> str | None:
+def code_digest(others: tuple[Fusion, ...]) -> str | None:
     """Hash of every source file of the package and of fusions of other packages, and of the versions.
 
-    None if the source of a fusion of another package is not found.
+    None if the source of one of the others is not found.
     """
     package = Path(__file__).parents[1]
     files = sorted(path for path in package.rglob("*") if path.suffix in (".py", ".jinja"))
     named = [(path.relative_to(package).as_posix(), path) for path in files]
-    for fusion in fusions:
-        if is_foreign(fusion):
-            found = sources(fusion)
-            if not found:
-                return None
-            top = os.path.commonpath([path.parent for path in found])
-            named += [(f"{fusion.name}:{path.relative_to(top).as_posix()}", path) for path in found]
+    for fusion in others:
+        found = sources(fusion)
+        if not found:
+            return None
+        top = os.path.commonpath([path.parent for path in found])
+        named += [(f"{fusion.name}:{path.relative_to(top).as_posix()}", path) for path in found]
     digest = hashlib.sha256()
     for name, path in named:
         content = path.read_bytes()

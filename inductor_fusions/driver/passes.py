@@ -127,7 +127,8 @@ class FusionPass(CustomGraphPass):
 
     def _state(self) -> str | None:
         """What `uuid` hashes of the package itself; None if it cannot be hashed."""
-        code = containment.code_digest(self.fusions)
+        # Mostly none, so that both stages share one digest.
+        code = containment.code_digest(tuple(filter(containment.is_foreign, self.fusions)))
         if code is None or config.most_sites() is not None or _inductor.bisecting():
             return None
         toggles, autocast = config.get_config_copy(), _inductor.autocast_beside_the_key()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import _inductor, config, reporting, tags
+from .. import _inductor, config, decisions, reporting, tags
 from ..sites import Site, error_text
 from . import attempts, launching, passes, watching
 from .attempts import Attempt, Fused, Key, Without
@@ -92,7 +92,7 @@ class Trials:
     # -- attempts ---------------------------------------------------------------------------------
 
     def _made_by(self, attempt: Attempt) -> Any:
-        with attempts.active(attempt):
+        with attempts.active(attempt), decisions.once():
             compiled = self._compile()
         # Without sites, the error is stock's: it is raised only if the backward is called.
         if attempt.broken is not None and attempt.fused:

@@ -8,9 +8,10 @@ written so. Two functions say what is replaced by what.
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 from .._inductor import Match, known_true
-from ..fusion import Fusion
+from ..fusion import Fusion, Scope
 from ..operands import tensor
 from ..reasons import Reason
 
@@ -47,10 +48,17 @@ def check(match: Match) -> None:
         raise Reason.SHAPES.rejected("the product is not proved to be square")
 
 
+def scope_of(graph: fx.Graph) -> Scope | None:
+    """None without a diagonal: then both functions need not be traced."""
+    diagonals = graph.find_nodes(op="call_function", target=torch.ops.aten.diagonal.default, sort=False)
+    return Scope(graph) if diagonals else None
+
+
 FUSION = Fusion(
     name="product_diagonal",
     stage="post_grad",
     summary="the diagonal of a matrix product to dot products, without the other elements",
+    scope=scope_of,
 )
 FUSION.replacement(
     of_product, dot_products, inputs=lambda: [torch.empty(4, 8), torch.empty(8, 4)], check=check

@@ -163,10 +163,20 @@ def _functions() -> dict[Callable[..., Any], str]:
     return table
 
 
+@cache
+def _out_of_place() -> dict[str, list[Any]]:
+    """The functions of each name that do not write in place."""
+    found: dict[str, list[Any]] = {}
+    for target, name in _functions().items():
+        meant, in_place = _canonical(name)
+        if not in_place:
+            found.setdefault(meant, []).append(target)
+    return found
+
+
 def forms(*names: str) -> list[Any]:
     """All targets that `read` gives one of these names, out of place: functions, methods, operators."""
-    wanted = [(name, False) for name in names]  # not in place
-    found: list[Any] = [target for target, name in _functions().items() if _canonical(name) in wanted]
+    found: list[Any] = [target for name in names for target in _out_of_place().get(name, ())]
     for name in (*names, *(each for each, meant in _SYNONYMS.items() if meant in names)):
         if hasattr(torch.Tensor, name):
             found.append(name)

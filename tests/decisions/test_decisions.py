@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from devtools import cuda_codegen
 from inductor_fusions import config, decisions
 from inductor_fusions.decisions import (
     Query,
@@ -347,3 +349,24 @@ def test_what_is_asked_again_is_computed_once() -> None:
         with config.patch(measure=True):
             assert decisions.asked(find, 1, "a") == 3
     assert decisions.asked(find, 1, "a") == 4
+
+
+def test_tables_are_found_once_in_a_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all fusions, and where the kernels are chosen."""
+    seen: list[torch.device] = []
+
+    def found(device: torch.device) -> Any:
+        seen.append(device)
+        return devices.sources(device)
+
+    monkeypatch.setattr("inductor_fusions.decisions.deciding.sources", found)
+    shapes = ((256, 512), (64, 512), (128, 512), (128, 512), (16, 512), (64, 16))
+    x, *weights = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+
+    def model(x: Any, w: Any, gate: Any, up: Any, a: Any, b: Any) -> Any:
+        adapted = F.linear(x, w) + F.linear(F.linear(x, a), b) * 2.0
+        return adapted.sum() + (F.silu(F.linear(x, gate)) * F.linear(x, up)).sum()
+
+    with config.patch(policy="profitable"):
+        cuda_codegen.generate(model, (x, *weights), train=True, run=False)
+    assert len(seen) == 1

@@ -236,3 +236,23 @@ def test_models_are_counted(
     with caplog.at_level(logging.WARNING, logger="torch._inductor.pattern_matcher"):
         counted(model, *inputs, train=train)
     assert any(line.startswith(node) for line in caplog.messages)
+
+
+def test_single_nodes_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's search, which visits every node, runs only for patterns of several nodes."""
+    from torch._inductor.pattern_matcher import PatternMatcherPass
+
+    searched: list[Any] = []
+    apply = PatternMatcherPass.apply
+
+    def noted(self: Any, module: Any) -> int:
+        searched.append((self.subsystem, self.pass_name))
+        return apply(self, module)
+
+    monkeypatch.setattr(PatternMatcherPass, "apply", noted)
+    model, inputs = llama(True)
+    report, _, _ = counted(model, *inputs, train=True)
+    assert {"attention", "lora"} <= {site.fusion for site in report}
+    assert not [name for subsystem, name in searched if subsystem == "inductor_fusions"]
+    counted(lambda a, b: torch.diagonal(a @ b), torch.randn(4, 8), torch.randn(8, 4), train=False)
+    assert ("inductor_fusions", "product_diagonal") in searched

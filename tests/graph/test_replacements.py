@@ -68,6 +68,15 @@ def test_other_diagonals(fn: Any, reason: str | None) -> None:
     assert found == ([] if reason is None else [("rejected", reason)])
 
 
+def test_without_a_diagonal_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both functions, which takes as long as a small graph; every match ends in a diagonal."""
+    matcher = matching._Matcher.of(product_diagonal.FUSION).patterns.matcher
+    assert set(matcher.patterns) == {("call_function", torch.ops.aten.diagonal.default)}
+    monkeypatch.setattr(matching._Matcher, "of", None)
+    graph = traced(lambda a, b: a @ b, torch.randn(6, 8), torch.randn(8, 6)).graph
+    assert not list(matching.candidates(product_diagonal.FUSION, graph))
+
+
 def test_diagonal_of_different_dtypes() -> None:
     """The product raises; fake tensors do not say so."""
     graph = traced(lambda a, b: torch.diagonal(a @ b), torch.randn(6, 8), torch.randn(8, 6).half()).graph

@@ -104,6 +104,17 @@ def penalised_by_hand(logits: Any, labels: Any) -> Any:
     return (likelihood + 0.1 * lse**2).mean()
 
 
+def penalised_with_a_number(logits: Any, labels: Any) -> Any:
+    """Of modded-nanogpt, with a z-loss: its softcap adds a number, which a logsumexp sees."""
+    logits = 23 * torch.sigmoid((logits + 5) / 7.5)
+    return causal(logits, labels) + 0.1 * logits.logsumexp(-1).square().mean()
+
+
+def penalised_by_other_numbers(logits: Any, labels: Any) -> Any:
+    """The loss does not see the number that the penalty sees."""
+    return causal(0.5 * logits, labels) + 0.1 * (0.5 * (logits + 5) + 0.25).logsumexp(-1).square().mean()
+
+
 def each_in_int32(logits: Any, labels: Any) -> Any:
     return logits.log_softmax(-1).gather(-1, labels.clamp(min=0).int()[..., None])
 
@@ -132,6 +143,8 @@ FORMS: dict[str, tuple[Function, str]] = {
     "penalised, weighted": (penalised_weighted, "linear_softmax_rows"),
     "penalised, capped": (penalised_capped, "linear_softmax_rows"),
     "penalised by hand": (penalised_by_hand, "linear_softmax_rows"),
+    "penalised, with a number": (penalised_with_a_number, "linear_softmax_rows"),
+    "penalised, with other numbers": (penalised_by_other_numbers, "linear_softmax_rows"),
     "labels in int32": (each_in_int32, "linear_softmax_rows"),
     "one part": (one_part, "linear_cross_entropy"),
     "one sample": (lambda logits, labels: F.cross_entropy(logits[1], labels[1]) * 2, "linear_cross_entropy"),

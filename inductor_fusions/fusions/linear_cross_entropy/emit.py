@@ -79,7 +79,10 @@ def rows(site: LossSite, before: fx.Node, norms: Sequence[Norm] = ()) -> tuple[f
         SOFTMAX_ROWS, h, w, bias, labels, site.weights if smooth else None, site.bend.scale, site.bend.cap,
         smooth,
     )  # fmt: skip
-    lses = [_as_before(build, lse, norm.node) for norm in norms]
+    lses = [
+        _as_before(build, build.call(torch.add, lse, norm.offset) if norm.offset else lse, norm.node)
+        for norm in norms
+    ]
     if there is None:
         found = build.call(torch.neg, log_p) if site.negates else log_p
         return _as_before(build, found, site.loss), lses

@@ -30,10 +30,12 @@ class Norm:
     Attributes:
         node: the node that is replaced.
         path: the nodes from the linear to it, in order.
+        offset: a number that is added to the logits, and that the operation leaves out.
     """
 
     node: fx.Node
     path: tuple[fx.Node, ...]
+    offset: float
 
 
 def of(site: LossSite) -> list[Norm]:
@@ -45,9 +47,9 @@ def of(site: LossSite) -> list[Norm]:
     for node in waiting:
         op = read(node)
         if op is not None and op.name == "logsumexp" and not op.inplace and is_over_last(op):
-            path = _path(op.input, site) if _takes_gradient(node) == _takes_gradient(site.loss) else None
-            if path is not None and not own.issuperset(readers(node)):
-                found[node] = Norm(node, path)
+            logits = _same(op.input, site) if _takes_gradient(node) == _takes_gradient(site.loss) else None
+            if logits is not None and not own.issuperset(readers(node)):
+                found[node] = Norm(node, logits.path, logits.offset)
             continue
         new = [user for user in readers(node) if user not in seen and _leads_on(user)]
         seen.update(new)
@@ -65,14 +67,14 @@ def _leads_on(node: fx.Node) -> bool:
     return op is not None and not op.inplace and (op.name in _PASSED or op.name == "logsumexp")
 
 
-def _path(node: fx.Node, site: LossSite) -> tuple[fx.Node, ...] | None:
-    """The nodes from the linear to the operand of a logsumexp, if that is what the loss reads."""
+def _same(node: fx.Node, site: LossSite) -> Logits | None:
+    """The operand of a logsumexp, if that is what the loss reads but for an offset."""
     try:
         found = walk(node, [], [])
     except Rejected:
         return None
     same = all(getattr(found, name) == getattr(site, name) for name in _SAME)
-    return found.path if same and _rows_of(found) == _rows_of(site) else None
+    return found if same and _rows_of(found) == _rows_of(site) else None
 
 
 #: What two readers of the same logits agree in.

@@ -71,6 +71,11 @@ class Logits:
     head: Head | None
 
     @property
+    def classes(self) -> Any:
+        """How many classes the loss reads."""
+        return value(self.linear).shape[-1] if self.columns is None else self.columns[1]
+
+    @property
     def overwrites(self) -> bool:
         """Whether something in between writes in place."""
         return any(op is not None and op.inplace for op in map(read, self.path))
@@ -146,7 +151,7 @@ class _Walk:
     def _source(self, op: Op) -> Any:
         """Note what an operation does to the logits; returns what it reads."""
         node, source = op.node, self._pointwise(op)
-        if source is None and op.name in CASTS | COPIES:
+        if source is None and op.name in CASTS | COPIES | {"detach"}:
             if not is_as_wide(op):
                 raise Reason.ROUNDED.rejected(f"{op.name} rounds the logits or moves them to another device")
             source = op.input

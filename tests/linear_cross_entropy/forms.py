@@ -85,6 +85,12 @@ def penalised(logits: Any, labels: Any) -> Any:
     return causal(logits, labels) + 0.1 * logits.logsumexp(-1).square().mean()
 
 
+def penalised_in_part(logits: Any, labels: Any) -> Any:
+    return causal(logits, labels) + sum(
+        part.logsumexp(-1).sum() for part in logits.flatten(0, 1).split(7)[:2]
+    )
+
+
 def penalised_weighted(logits: Any, labels: Any, weights: Any) -> Any:
     """Of OLMo: the penalty is returned as well. Here it is made of views and casts of its own."""
     flat, labels = logits.view(-1, V), labels.view(-1)
@@ -177,6 +183,7 @@ FORMS: dict[str, tuple[Function, str]] = {
     "some classes": (some_classes, "linear_cross_entropy"),
     "another label is ignored": (another_ignored, "linear_cross_entropy"),
     "penalised": (penalised, "linear_softmax_rows"),
+    "penalised in part": (penalised_in_part, "linear_softmax_rows"),
     "penalised, weighted": (penalised_weighted, "linear_softmax_rows"),
     "penalised, capped": (penalised_capped, "linear_softmax_rows"),
     "penalised by hand": (penalised_by_hand, "linear_softmax_rows"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 from .linear_form import form
 from .losses import HEAD
@@ -137,6 +138,45 @@ def a_cast_that_is_overwritten(h: Any, w: Any, y: Any) -> Any:
     wide = logits.float()
     wide[:, 1].zero_()
     return F.cross_entropy(logits.mT, y), entropy(wide)
+
+
+@form(*HEAD)
+def old_and_new_policy(h: Any, w: Any, y: Any) -> Any:
+    """Two heads, and what is watched of the second one."""
+    with torch.no_grad():
+        old = picked(F.linear(h, w), y)
+    logits = F.linear(h, w * 1.01)
+    new = picked(logits, y)
+    with torch.no_grad():
+        watched = entropy(logits)
+    return (new - old).exp().mean(), watched.mean()
+
+
+@form(*HEAD)
+def rows_that_are_gathered(h: Any, w: Any, y: Any) -> Any:
+    some = torch.tensor([3, 1, 7])
+    logits = F.linear(h, w).flatten(0, 1)[some]
+    return F.cross_entropy(logits, y.flatten()[some], reduction="none"), entropy(logits[1:])
+
+
+@form(*HEAD, (80,))
+def entropy_of_a_padded_vocabulary(h: Any, w: Any, y: Any, c: Any) -> Any:
+    logits = F.linear(h, w, c)
+    return F.cross_entropy(logits[..., :72].mT, y), entropy(logits[..., :72])
+
+
+@form(*HEAD, left=(1, 1), reasons=("in front of", "in front of"))
+def bonus_in_front_of_the_labels(h: Any, w: Any, y: Any) -> Any:
+    logits = F.linear(h, w)
+    bonus = entropy(logits).mean() * 2
+    return F.cross_entropy(logits.mT, y.roll(1, 1)) - bonus
+
+
+@form(*HEAD, left=(1, 1), reasons=("used-elsewhere", "used-elsewhere"))
+def checkpointed_entropy(h: Any, w: Any, y: Any) -> Any:
+    """An option of verl."""
+    logits = F.linear(h, w)
+    return picked(logits, y), torch.utils.checkpoint.checkpoint(entropy, logits, use_reentrant=False)
 
 
 @form(*HEAD, **_LEFT)

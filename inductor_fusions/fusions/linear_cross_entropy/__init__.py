@@ -1,9 +1,9 @@
 """Fuses a loss with the linear that computes its logits, without materialising all logits.
 
 The head of a language model: logits of every token and every entry of the vocabulary, of which a loss reads
-one and the logsumexp of each token. It becomes `inductor_fusions::linear_cross_entropy`, which makes a chunk
-of logits at a time, and their gradients with them; or `linear_softmax_rows`, where each token has a result
-of its own.
+one and the logsumexp of each token, or the entropy. It becomes `inductor_fusions::linear_cross_entropy`,
+which makes a chunk of logits at a time, and their gradients with them; or `linear_softmax_rows`, where each
+token has a result of its own.
 """
 
 from __future__ import annotations

@@ -122,16 +122,6 @@ def entropy_of_some_rows(h: Any, w: Any, y: Any) -> Any:
     return F.cross_entropy(logits.mT, y, reduction="none"), entropy(logits[:, -3:]), entropy(logits[1])
 
 
-@form(*HEAD)
-def results_that_are_overwritten(h: Any, w: Any, y: Any) -> Any:
-    """Each has memory of its own."""
-    logits = F.linear(h, w)
-    first, again, some = entropy(logits), entropy(logits), entropy(logits[:1])
-    first *= y > 9
-    some -= 1
-    return first, again, some, F.cross_entropy(logits.mT, y)
-
-
 @form(*HEAD, left=(1, 1), reasons=("overwritten", "overwritten"))
 def a_cast_that_is_overwritten(h: Any, w: Any, y: Any) -> Any:
     logits = F.linear(h, w)

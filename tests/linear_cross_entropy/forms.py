@@ -158,6 +158,14 @@ def both(logits: Any, labels: Any) -> Any:
     return loss, entropy_of_logs(logits.view(-1, V))
 
 
+def overwritten_entropies(logits: Any, labels: Any) -> Any:
+    """Of the same rows: each has memory of its own."""
+    first, again, some = entropy(logits), entropy(logits), entropy(logits[:1])
+    first *= labels > 2
+    some -= 1
+    return first, again, some
+
+
 def both_watched(logits: Any, labels: Any) -> Any:
     """GRPO."""
     logits = logits[:, 1:]
@@ -195,6 +203,7 @@ FORMS: dict[str, tuple[Function, str]] = {
         lambda logits, labels: entropy_of_categorical(logits) * (labels > 2),
         "linear_softmax_rows",
     ),
+    "overwritten entropies": (overwritten_entropies, "linear_softmax_rows"),
     "loss and entropy": (both, "linear_softmax_rows"),
     "log-probabilities and entropy": (both_watched, "linear_softmax_rows"),
     "labels in int32": (each_in_int32, "linear_softmax_rows"),

@@ -182,8 +182,11 @@ def _rows(
     if pulls.spread is None:
         d = logs.exp_().mul_(pulls.soft[:, None])
     else:
-        p = logs.exp()
-        d = p * pulls.soft[:, None] - pulls.spread[:, None] * (kept + stats[-1][:, None]).mul_(p)
+        # log(p) + entropy, without the digits that both share
+        p, seen = logs.exp(), y - y.amax(1, keepdim=True)
+        seen = seen.clamp(min=torch.finfo(y.dtype).min) if clamped else seen
+        seen = seen - (p * seen).sum(1, keepdim=True)
+        d = p * pulls.soft[:, None] - pulls.spread[:, None] * seen.mul_(p)
     d.scatter_add_(1, at, -pulls.hot[:, None])
     if pulls.flat is not None:
         d.sub_(pulls.flat[:, None] if weights is None else pulls.flat[:, None] * weights)

@@ -87,8 +87,8 @@ def rows_kernel(
         tl.store(stats + 2 * stats_rows + i, tl.sum(total, 0))
     if ENTROPY:
         moved = tl.where(largest == float("-inf"), 0.0, largest - most)
-        entropy = above - tl.sum(share * depth + share * norm * moved, 0) / whole
-        tl.store(stats + (2 + TOTALS) * stats_rows + i, entropy)
+        mean = tl.sum(share * depth + share * norm * moved, 0) / whole  # of y - most
+        tl.store(stats + (2 + TOTALS) * stats_rows + i, above - mean)
     if PULLS:
         of_all = tl.load(soft + i)
         of_label = tl.load(hot + i)
@@ -101,8 +101,9 @@ def rows_kernel(
             p = tl.exp(log_p)
             d = of_all * p
             if SPREAD:
-                seen = tl.where(y > float("-inf"), log_p, 0.0) if CLAMPED else log_p
-                d -= tl.load(spread + i) * (p * (seen + entropy))  # 0 of the lowest number
+                # log(p) + entropy, without the digits that both share
+                seen = tl.where(y > float("-inf"), y - most, 0.0) if CLAMPED else y - most
+                d -= tl.load(spread + i) * (p * (seen - mean))  # 0 of the lowest number
             d = tl.where(first + j == label, d - of_label, d)
             if FLAT:
                 w = tl.load(weights + first + j, mask=inside, other=0.0) if WEIGHTED else 1.0

@@ -217,8 +217,8 @@ def loss_section(data: Json) -> str:
     text = (
         "A linear and the loss of its logits, bfloat16: milliseconds on the device, the memory that one "
         "call needs at its peak in GiB, and the relative error against float64. `train` has the gradients "
-        "of hidden states and weight, `frozen` those of hidden states alone, `rows` gives a log- "
-        "probability for each token."
+        "of hidden states and weight, `frozen` those of hidden states alone, `rows` gives a log-"
+        "probability for each token, `policy` an entropy as well."
     )
     every = {
         **named("head"),

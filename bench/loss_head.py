@@ -3,6 +3,7 @@
     head n16384 h4096 v128256        a linear and its cross-entropy; `train` with the gradients of hidden
                                      states and weight, `frozen` with those of hidden states alone
     rows n16384 h4096 v128256        log-probabilities of the labels, one for each token
+    policy n16384 h4096 v128256      the same and entropies, which take no gradient
     step b2 s4096                    forward and backward of Llama-1B with its loss, without the optimizer
 
 in bfloat16. `stock` and `fused` are timed side by side, by the wall clock and on the device alone, with the
@@ -48,7 +49,7 @@ class Row:
     """One measurement.
 
     Attributes:
-        kind: "head", "rows" or "step".
+        kind: "head", "rows", "policy" or "step".
         tokens, width, classes: sizes of the linear.
         train: with a backward.
         frozen: the weight takes no gradient.
@@ -76,7 +77,7 @@ def grid(quick: bool) -> list[Row]:
     if quick:
         return [
             Row(kind, 64, 32, 512, train, frozen)
-            for kind in ("head", "rows")
+            for kind in ("head", "rows", "policy")
             for train, frozen in ((True, False), (True, True), (False, True))
         ]
     llama = 8192, 2048, 128256
@@ -100,26 +101,36 @@ def grid(quick: bool) -> list[Row]:
         Row("head", *llama, train=False, frozen=True),
         Row("head", *llama, frozen=True),
         Row("rows", *llama),
+        Row("policy", 16384, 4096, 128256, train=False, frozen=True),
+        Row("policy", 16384, 4096, 128256),
+        Row("policy", *llama, train=False, frozen=True),
+        Row("policy", *llama),
     ]
 
 
 class Head(nn.Module):
-    """A linear, and the cross-entropy of its result with labels; or log-probabilities of the labels."""
+    """A linear, and the cross-entropy of its result with labels; or log-probabilities of the labels, perhaps
+    with entropies."""
 
-    def __init__(self, width: int, classes: int, frozen: bool, each: bool) -> None:
+    def __init__(self, width: int, classes: int, frozen: bool, kind: str) -> None:
         super().__init__()
         weight = torch.randn(classes, width) * width**-0.5
         if frozen:
             self.register_buffer("weight", weight)
         else:
             self.weight = nn.Parameter(weight)
-        self.each = each
+        self.kind, self.each = kind, kind != "head"
 
     def forward(self, h: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """h (tokens, width), labels (tokens,) -> the loss, or (tokens,)."""
+        """h (tokens, width), labels (tokens,) -> the loss, (tokens,), or (2, tokens) with entropies."""
         logits = F.linear(h, self.weight).to(torch.promote_types(h.dtype, torch.float32))
         if self.each:
-            return torch.log_softmax(logits, -1).gather(-1, labels[:, None]).squeeze(-1)
+            picked = torch.log_softmax(logits, -1).gather(-1, labels[:, None]).squeeze(-1)
+            if self.kind == "rows":
+                return picked
+            with torch.no_grad():
+                entropy = logits.logsumexp(-1) - (torch.softmax(logits, -1) * logits).sum(-1)
+            return torch.stack([picked, entropy])
         return F.cross_entropy(logits, labels, ignore_index=IGNORED)
 
 
@@ -140,13 +151,13 @@ def exact(row: Row, module: Head, h: torch.Tensor, labels: torch.Tensor, to: Any
         some = slice(start, start + EXACT_ROWS)
         part, own = h[some].detach().double().requires_grad_(row.train), labels[some]
         share = 1.0 if module.each else int((own != IGNORED).sum()) / count
-        cotangent = None if to is None else to[some].double() if module.each else to.double() * share
+        cotangent = None if to is None else to[..., some].double() if module.each else to.double() * share
         found = interactions.step(wide, (part, own), wide, cotangent)
         results.append(found[0] if module.each else found[0] * share)
         of_h += found[1:2]
         if len(found) > 2:
             of_w = found[2] if of_w is None else of_w.add_(found[2])
-    result = torch.cat(results) if module.each else torch.stack(results).sum()
+    result = torch.cat(results, -1) if module.each else torch.stack(results).sum()
     gradients = [torch.cat(of_h)] if of_h else []
     return [result, *gradients, *([] if of_w is None else [of_w])]
 
@@ -154,7 +165,7 @@ def exact(row: Row, module: Head, h: torch.Tensor, labels: torch.Tensor, to: Any
 def measure_head(row: Row, device: str, quick: bool) -> Json:
     """A head, or rows, alone."""
     torch.manual_seed(0)
-    module = Head(row.width, row.classes, row.frozen, row.kind == "rows").to(device, torch.bfloat16)
+    module = Head(row.width, row.classes, row.frozen, row.kind).to(device, torch.bfloat16)
     h = torch.randn(row.tokens, row.width, device=device).bfloat16().requires_grad_(row.train)
     labels = torch.randint(row.classes, (row.tokens,), device=device)
     if row.kind == "head":
@@ -163,7 +174,8 @@ def measure_head(row: Row, device: str, quick: bool) -> Json:
     if row.train:
         # A loss gets the gradient that `backward()` of one number has.
         make = torch.rand if module.each else torch.ones
-        cotangent = make(row.tokens if module.each else (), device=device, dtype=torch.float32)
+        shape = {"head": (), "rows": (row.tokens,), "policy": (2, row.tokens)}[row.kind]
+        cotangent = make(shape, device=device, dtype=torch.float32)
     return interactions.measure(
         module, lambda call: interactions.step(call, (h, labels), module, cotangent),
         lambda: exact(row, module, h, labels, cotangent), torch.bfloat16, "linear_cross_entropy", device,
@@ -246,7 +258,7 @@ def measure(row: Row, device: str, quick: bool) -> Json:
         torch.cuda.empty_cache()
     return {
         "key": row.key, "kind": row.kind, "dtype": "bfloat16", "train": row.train, "frozen": row.frozen,
-        "reduced": row.kind != "rows", "checkpointed": row.checkpointed, "width": row.width,
+        "reduced": row.kind not in ("rows", "policy"), "checkpointed": row.checkpointed, "width": row.width,
         "classes": row.classes, "tokens": row.tokens, **found,
     }  # fmt: skip
 
@@ -261,7 +273,9 @@ def table(path: Path, rows: list[Json]) -> None:
     Their gains are those on the device alone: the host of a whole step runs ahead.
     """
     heads = [
-        {**row, "times_us": row.get("device_us") or row["times_us"]} for row in rows if row["kind"] != "step"
+        {**row, "times_us": row.get("device_us") or row["times_us"]}
+        for row in rows
+        if row["kind"] in ("head", "rows")
     ]
     device_table.put(path, "linear_cross_entropy", interactions.table_rows(heads, COLUMNS))
 

@@ -272,13 +272,25 @@ def check_between(
         read: what the operation reads later than the nodes did: only writes to this memory count. None: every
             write counts.
     """
-    first, end = min(nodes), modes.at(last)
-    held = None if read is None else [storage(node) for node in read]
+    end = modes.at(last)
     for node in nodes:
         value, state = tensor(node), modes.at(node)
         differs = (state.gradients, state.inference) != (end.gradients, end.inference)
         if differs and value is not None and value.is_floating_point():
             raise Reason.MODE.rejected(f"grad mode changes between {where}")
+    check_writes(nodes, last, where, known, read)
+
+
+def check_writes(
+    nodes: Collection[fx.Node],
+    last: fx.Node,
+    where: str,
+    known: Sequence[fx.Node] | None = None,
+    read: Collection[fx.Node] | None = None,
+) -> None:
+    """As `check_between`, of writes alone."""
+    first = min(nodes)
+    held = None if read is None else [storage(node) for node in read]
     for node in effects(last.graph) if known is None else known:
         if not node < last:
             return

@@ -14,7 +14,7 @@ from inductor_fusions.decisions.problems import SECTIONS
 
 ROWS = [
     *((dot_interaction, kind, 8, train, 8, 5) for kind in dot_interaction.ALONE for train in (False, True)),
-    *((loss_head, kind, 48, 16, 96) for kind in ("head", "rows")),
+    *((loss_head, kind, 48, 16, 96) for kind in ("head", "rows", "policy")),
 ]
 
 

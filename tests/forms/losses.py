@@ -232,13 +232,6 @@ def several_labels_of_a_row(h: Any, w: Any, y: Any) -> Any:
     return F.linear(h, w).log_softmax(-1).gather(-1, torch.stack([y, y + 1], -1))
 
 
-@form(*HEAD, left=(1, 1), reasons=("read by exp and", "read by exp and"))
-def entropy_in_parts(h: Any, w: Any, y: Any) -> Any:
-    """TRL."""
-    logs = [F.log_softmax(part, -1) for part in F.linear(h, w).view(-1, 80).split(16)]
-    return torch.cat([-(part.exp() * part).sum(-1) for part in logs])
-
-
 @form(*HEAD)
 def picked_by_two_indices(h: Any, w: Any, y: Any) -> Any:
     logs = F.log_softmax(F.linear(h, w).view(-1, 80), dim=-1)

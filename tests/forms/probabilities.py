@@ -20,12 +20,6 @@ def distillation(h: Any, w: Any, y: Any, teacher: Any) -> Any:
     return -(wanted * F.log_softmax(F.linear(h, w), dim=-1)).sum(-1).mean()
 
 
-@form(*HEAD, left=(1, 1), reasons=TWO)
-def entropy(h: Any, w: Any, y: Any) -> Any:
-    logits = F.linear(h, w)
-    return torch.logsumexp(logits, -1) - (torch.softmax(logits, -1) * logits).sum(-1)
-
-
 @form(*HEAD, left=(1, 1), reasons=_OF_SOFTMAX)
 def probabilities_of_labels(h: Any, w: Any, y: Any) -> Any:
     return -(F.linear(h, w).softmax(-1).gather(-1, y[..., None]) + 1e-6).log().mean()
@@ -195,16 +189,6 @@ def log_probabilities_by_masked_select(h: Any, w: Any, y: Any) -> Any:
 def logits_by_masked_select(h: Any, w: Any, y: Any) -> Any:
     chosen, logits = F.one_hot(y, 80).bool(), F.linear(h, w)
     return (logits.logsumexp(-1) - logits.masked_select(chosen)).mean()
-
-
-@form((24, 32), (80, 32), left=(1, 1), reasons=("read by exp", "read by exp"))
-def entropy_of_chunks(h: Any, w: Any) -> Any:
-    """TRL: a few rows of the logits at a time."""
-    found = []
-    for rows in F.linear(h, w).split(8):
-        logs = F.log_softmax(rows, -1)
-        found.append(-(logs.exp() * logs).sum(-1))
-    return torch.cat(found)
 
 
 @form((24, 32), (80, 32), left=(1, 1), silent="linear_cross_entropy")

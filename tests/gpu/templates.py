@@ -200,12 +200,12 @@ def outer(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
 
 
 def loss_head(h: Tensor, w: Tensor) -> Tensor:
-    """A capped loss with ignored labels and smoothing, and log-probabilities."""
+    """A capped loss with ignored labels and smoothing; log-probabilities and entropies."""
     labels = torch.arange(h.shape[0], device=h.device) % w.shape[0]
     options = (None, None, 1.0, 5.0, 3, 0.1, True, [h.requires_grad, w.requires_grad, False])
     loss: Tensor = LINEAR_CROSS_ENTROPY(h, w, None, labels, *options)[0]
-    log_p, lse, _ = SOFTMAX_ROWS(h, w, None, labels, None, 1.0, 0.0, False)
-    return loss + log_p - lse
+    log_p, lse, _, entropy = SOFTMAX_ROWS(h, w, None, labels, None, 1.0, 0.0, False, True, False)
+    return loss + log_p - lse + entropy
 
 
 def product(u: Tensor, v: Tensor, w: Tensor) -> Tensor:

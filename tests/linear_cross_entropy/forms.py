@@ -85,6 +85,12 @@ def penalised(logits: Any, labels: Any) -> Any:
     return causal(logits, labels) + 0.1 * logits.logsumexp(-1).square().mean()
 
 
+def penalised_in_part(logits: Any, labels: Any) -> Any:
+    return causal(logits, labels) + sum(
+        part.logsumexp(-1).sum() for part in logits.flatten(0, 1).split(7)[:2]
+    )
+
+
 def penalised_weighted(logits: Any, labels: Any, weights: Any) -> Any:
     """Of OLMo: the penalty is returned as well. Here it is made of views and casts of its own."""
     flat, labels = logits.view(-1, V), labels.view(-1)
@@ -104,6 +110,23 @@ def penalised_by_hand(logits: Any, labels: Any) -> Any:
     return (likelihood + 0.1 * lse**2).mean()
 
 
+def penalised_with_a_number(logits: Any, labels: Any) -> Any:
+    """Of modded-nanogpt, with a z-loss: its softcap adds a number, which a logsumexp sees."""
+    logits = 23 * torch.sigmoid((logits + 5) / 7.5)
+    return causal(logits, labels) + 0.1 * logits.logsumexp(-1).square().mean()
+
+
+def penalised_by_other_numbers(logits: Any, labels: Any) -> Any:
+    """The loss does not see the number that the penalty sees."""
+    return causal(0.5 * logits, labels) + 0.1 * (0.5 * (logits + 5) + 0.25).logsumexp(-1).square().mean()
+
+
+def penalised_without_gradient(logits: Any, labels: Any) -> Any:
+    with torch.no_grad():
+        seen = logits.logsumexp(-1)
+    return causal(logits, labels), seen
+
+
 def each_in_int32(logits: Any, labels: Any) -> Any:
     return logits.log_softmax(-1).gather(-1, labels.clamp(min=0).int()[..., None])
 
@@ -111,6 +134,45 @@ def each_in_int32(logits: Any, labels: Any) -> Any:
 def one_part(logits: Any, labels: Any) -> Any:
     """A loop over parts of 128 rows, of which there is one."""
     return sum(F.cross_entropy(part, labels.view(-1)) for part in logits.view(-1, V).split(128))
+
+
+def entropy(logits: Any) -> Any:
+    """verl."""
+    return logits.logsumexp(-1) - (F.softmax(logits, -1) * logits).sum(-1)
+
+
+def entropy_of_logs(logits: Any) -> Any:
+    """TRL."""
+    logs = F.log_softmax(logits, -1)
+    return -(logs.exp() * logs).sum(-1)
+
+
+def entropy_of_categorical(logits: Any) -> Any:
+    return torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
+
+
+def both(logits: Any, labels: Any) -> Any:
+    """The entropy of all rows that have a label, ignored or not."""
+    logits = logits / 0.7
+    loss = F.cross_entropy(logits.view(-1, V), labels.view(-1), reduction="none")
+    return loss, entropy_of_logs(logits.view(-1, V))
+
+
+def overwritten_entropies(logits: Any, labels: Any) -> Any:
+    """Of the same rows: each has memory of its own."""
+    first, again, some = entropy(logits), entropy(logits), entropy(logits[:1])
+    first *= labels > 2
+    some -= 1
+    return first, again, some
+
+
+def both_watched(logits: Any, labels: Any) -> Any:
+    """GRPO."""
+    logits = logits[:, 1:]
+    logs = logits.log_softmax(-1).gather(-1, labels[:, 1:, None].clamp(min=0)).squeeze(-1)
+    with torch.no_grad():
+        found = [entropy_of_logs(part) for part in logits.reshape(-1, V).split(6)]
+    return logs, torch.cat(found).view_as(logs)
 
 
 #: A function of logits and labels, or of a weight of each class too; and the operation that it becomes.
@@ -129,9 +191,21 @@ FORMS: dict[str, tuple[Function, str]] = {
     "some classes": (some_classes, "linear_cross_entropy"),
     "another label is ignored": (another_ignored, "linear_cross_entropy"),
     "penalised": (penalised, "linear_softmax_rows"),
+    "penalised in part": (penalised_in_part, "linear_softmax_rows"),
     "penalised, weighted": (penalised_weighted, "linear_softmax_rows"),
     "penalised, capped": (penalised_capped, "linear_softmax_rows"),
     "penalised by hand": (penalised_by_hand, "linear_softmax_rows"),
+    "penalised, with a number": (penalised_with_a_number, "linear_softmax_rows"),
+    "penalised, with other numbers": (penalised_by_other_numbers, "linear_softmax_rows"),
+    "a penalty without a gradient": (penalised_without_gradient, "linear_softmax_rows"),
+    "entropy": (lambda logits, labels: entropy(logits), "linear_softmax_rows"),
+    "entropy of Categorical": (
+        lambda logits, labels: entropy_of_categorical(logits) * (labels > 2),
+        "linear_softmax_rows",
+    ),
+    "overwritten entropies": (overwritten_entropies, "linear_softmax_rows"),
+    "loss and entropy": (both, "linear_softmax_rows"),
+    "log-probabilities and entropy": (both_watched, "linear_softmax_rows"),
     "labels in int32": (each_in_int32, "linear_softmax_rows"),
     "one part": (one_part, "linear_cross_entropy"),
     "one sample": (lambda logits, labels: F.cross_entropy(logits[1], labels[1]) * 2, "linear_cross_entropy"),
@@ -163,12 +237,6 @@ def read_elsewhere(logits: Any, labels: Any) -> Any:
 def penalised_elsewhere(logits: Any, labels: Any) -> Any:
     """The logsumexp of other rows than those of the loss."""
     return shifted_logits(logits, labels) + logits.logsumexp(-1).square().mean()
-
-
-def penalised_without_gradient(logits: Any, labels: Any) -> Any:
-    with torch.no_grad():
-        seen = logits.logsumexp(-1)
-    return causal(logits, labels), seen
 
 
 def penalised_in_front(logits: Any, labels: Any) -> Any:
@@ -232,7 +300,6 @@ OTHERS: dict[str, tuple[Function, str]] = {
         lambda logits, labels: causal(logits, labels) + logits.logsumexp(1).mean(),
         "used-elsewhere",
     ),
-    "a penalty without a gradient": (penalised_without_gradient, "used-elsewhere"),
     "a penalty in front": (penalised_in_front, "order"),
     "labels are overwritten behind a penalty": (labels_overwritten_behind_a_penalty, "overwritten"),
     "probabilities": (probabilities, "loss"),

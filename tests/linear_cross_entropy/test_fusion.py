@@ -64,14 +64,16 @@ def test_form_of_symbolic_sizes(name: str) -> None:
     check(Head(FORMS[name][0]), dynamic=True)
 
 
-@pytest.mark.parametrize("name", ["causal", "capped", "log-probabilities"])
+@pytest.mark.parametrize("name", ["causal", "capped", "log-probabilities", "log-probabilities and entropy"])
 def test_without_gradients(name: str) -> None:
     h, labels = operands()
     check(Head(FORMS[name][0]), (h.detach(), labels), train=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["causal", "weighted", "each", "log-probabilities"])
+@pytest.mark.parametrize(
+    "name", ["causal", "weighted", "each", "log-probabilities", "loss and entropy", "entropy"]
+)
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
     """float16 would not hold gradients of a mean that are not scaled yet: its backward makes them."""
     run = check(Head(FORMS[name][0], bias=True), dtype=dtype, slack=1.0)
@@ -79,7 +81,9 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
         assert run.ours.fused[0].kernel == "linear_softmax_rows"
 
 
-@pytest.mark.parametrize("name", ["weighted", "each", "likelihood in the middle", "another label is ignored"])
+@pytest.mark.parametrize(
+    "name", ["weighted", "each", "likelihood in the middle", "another label is ignored", "loss and entropy"]
+)
 def test_exported(name: str) -> None:
     """Operators of aten have a number for the reduction."""
     head = Head(FORMS[name][0])
@@ -87,13 +91,13 @@ def test_exported(name: str) -> None:
     check(exported, reference=head, kernel=FORMS[name][1])
 
 
-@pytest.mark.parametrize("name", ["causal", "capped", "log-probabilities"])
+@pytest.mark.parametrize("name", ["causal", "capped", "log-probabilities", "log-probabilities and entropy"])
 def test_in_full(name: str) -> None:
     """As Inductor compiles it."""
     check(Head(FORMS[name][0], bias=True), backend="inductor")
 
 
-@pytest.mark.parametrize("name", ["causal", "log-probabilities"])
+@pytest.mark.parametrize("name", ["causal", "log-probabilities", "loss and entropy", "entropy"])
 def test_certain_labels(name: str) -> None:
     """A loss near 0 of large logits keeps its digits: y[label] - logsumexp(y) would not."""
     head, h = Head(FORMS[name][0]), operands()[0]
@@ -147,6 +151,29 @@ def test_all_labels_are_ignored(reduction: str) -> None:
     seen = testing.capture(head, h, labels.fill_(-100), train=True, backend=testing.EAGER_AFTER_PASSES)
     assert len(seen.fused) == 1 and all(not g.any() for g in seen.grads.values() if g is not None)
     assert seen.outputs.isnan() if reduction == "mean" else seen.outputs == 0
+
+
+@pytest.mark.parametrize("lowest", [float("-inf"), torch.finfo(torch.float32).min], ids=["inf", "min"])
+@pytest.mark.parametrize("entropy", [forms.entropy, forms.entropy_of_logs, forms.entropy_of_categorical])
+def test_entropy_of_hidden_classes(entropy: Function, lowest: float) -> None:
+    """A bias hides them. 0 * -inf is NaN as in eager mode; Categorical clamps."""
+    bias = torch.zeros(V)
+    bias[::7] = lowest
+
+    def fn(h: Any, w: Any, labels: Any) -> Any:
+        logits = F.linear(h, w, bias)
+        return logits.log_softmax(-1).gather(-1, labels[..., None]), entropy(logits)
+
+    h, labels = operands()
+    inputs = h, torch.randn(V, H, requires_grad=True), labels.clamp(min=0) // 7 * 7 + 1
+    halves = [torch.full((B, T, 1), 0.5), torch.full((B, T), 0.5)]  # larger ones overflow in eager mode
+    ours, stock = (
+        testing.capture(fn, *inputs, train=True, backend=backend, cotangents=halves)
+        for backend in (testing.EAGER_AFTER_PASSES, "eager")
+    )
+    assert len(ours.fused) == 1
+    torch.testing.assert_close(ours.outputs, stock.outputs, equal_nan=True)
+    torch.testing.assert_close(ours.grads, stock.grads, equal_nan=True)
 
 
 @pytest.mark.parametrize("label", [V, -1])

@@ -32,7 +32,7 @@ def loss(**given: Any) -> Any:
 
 
 def rows(**given: Any) -> Any:
-    return SOFTMAX_ROWS(*given.values(), None, 1.0, 0.0, False)
+    return SOFTMAX_ROWS(*given.values(), None, 1.0, 0.0, False, True, False)
 
 
 @pytest.mark.parametrize("call", [loss, rows])

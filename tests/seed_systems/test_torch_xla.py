@@ -54,11 +54,12 @@ OPERATIONS: dict[str, Callable[[], tuple[tuple[Any, ...], int]]] = {
          True, [True] * 3), 3,
     ),
     "linear_softmax_rows": lambda: (
-        (leaf(5, 8), leaf(7, 8), leaf(7), torch.tensor([0, 6, -1, 3, 2]), torch.rand(7), 0.5, 3.0, True), 3,
+        (leaf(5, 8), leaf(7, 8), leaf(7), torch.tensor([0, 6, -1, 3, 2]), torch.rand(7), 0.5, 3.0, True, True,
+         False), 3,
     ),
     "linear_softmax_rows_gradient": lambda: (
-        (*torch.randn(3, 5), torch.randn(5, 8), torch.randn(7, 8), torch.randn(7),
-         torch.tensor([0, 6, -1, 3, 2]), torch.rand(7), 0.5, 3.0, True, [True] * 3), 0,
+        (*torch.randn(4, 5), torch.randn(5, 8), torch.randn(7, 8), torch.randn(7),
+         torch.tensor([0, 6, -1, 3, 2]), torch.rand(7), 0.5, 3.0, True, False, [True] * 3), 0,
     ),
     "lora_accumulate": lambda: (
         (torch.randn(5, 6), [torch.randn(5, 3), torch.randn(5, 2)], [torch.randn(3, 6), torch.randn(2, 6)],

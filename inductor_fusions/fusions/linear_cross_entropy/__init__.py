@@ -1,15 +1,16 @@
 """Fuses a loss with the linear that computes its logits, without materialising all logits.
 
 The head of a language model: logits of every token and every entry of the vocabulary, of which a loss reads
-one and the logsumexp of each token. It becomes `inductor_fusions::linear_cross_entropy`, which makes a chunk
-of logits at a time, and their gradients with them; or `linear_softmax_rows`, where each token has a result
-of its own.
+one and the logsumexp of each token, or the entropy. It becomes `inductor_fusions::linear_cross_entropy`,
+which makes a chunk of logits at a time, and their gradients with them; or `linear_softmax_rows`, where each
+token has a result of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -21,13 +22,13 @@ from ...decisions import Query, decide_for_all, tables
 from ...effects.derivatives import check_operation
 from ...effects.liveness import readers, replace
 from ...effects.modes import Modes
-from ...effects.writes import check_between, check_kept, effects, may_alias, storage
+from ...effects.writes import check_between, check_kept, check_writes, effects, may_alias, storage
 from ...fusion import Candidate, Fusion, Reported, Scope
-from ...graph.torch_ops import CASTS, VIEWS, read, reads_metadata
+from ...graph.torch_ops import CASTS, VIEWS, forms, read, reads_metadata
 from ...layouts.keeping import Keeping
 from ...operands import check_kind, profitable, tensor, text, tokens_of, value
 from ...reasons import Reason
-from . import emit, norms, recognise
+from . import emit, recognise, statistics
 from .recognise import LossSite, Unsupported
 
 __all__ = ["FUSION"]
@@ -41,12 +42,13 @@ class LossHead(Candidate):
 
     def __init__(self, graph: fx.Graph, site: LossSite) -> None:
         self.graph, self.site, self.anchor = graph, site, site.loss
-        self.norms = norms.of(site)
+        self.statistics = statistics.of(site)
         self.note = ""
         self.returns = False
 
     def describe(self) -> dict[str, str]:
-        return {name: text(tensor(getattr(self.site, name))) for name in ("h", "w", "labels")}
+        given = {name: tensor(getattr(self.site, name)) for name in ("h", "w", "labels")}
+        return {name: text(held) for name, held in given.items() if held is not None}
 
     def savings(self) -> dict[str, int]:
         logits = value(self.site.linear)
@@ -78,7 +80,7 @@ class LossHead(Candidate):
         out = tensor(self.anchor)
         return (
             not self.site.gathers
-            and not self.norms
+            and not self.statistics
             and self.site.reduction != "none"
             and not (self.trains and is_body(self.graph))
             and not (self.trains and out is not None and self._logits.dtype == torch.float16)
@@ -86,8 +88,17 @@ class LossHead(Candidate):
 
     @property
     def _before(self) -> fx.Node:
-        """Where the operation stands: in front of the loss, and of what reads a logsumexp."""
-        return min([self.site.loss, *(user for norm in self.norms for user in norm.node.users)])
+        """Where the operation stands: in front of the loss, and of what reads a statistic."""
+        before = min([self.site.loss, *(user for each in self.statistics for user in each.node.users)])
+        modes = Modes(self.graph) if self._constants else None
+        while modes and modes.at(before).gradients != modes.at(self.site.loss).gradients:
+            before = before.prev  # in front of what is computed without gradients
+        return before
+
+    @property
+    def _constants(self) -> list[statistics.Statistic]:
+        """The statistics that no gradient is taken of, in any mode."""
+        return [each for each in self.statistics if not statistics.takes_gradient(each.node)]
 
     @property
     def _logits(self) -> torch.Tensor:
@@ -129,26 +140,32 @@ class LossHead(Candidate):
                 'reduction="none" with both class weights and label smoothing is not supported'
             )
         replayed = [x for node in site.replayed for x in node.all_input_nodes]
-        held = [x for x in (site.h, site.w, *site.path, *replayed) if tensor(x) is not None]
+        beside = [node for each in self.statistics for node in each.path]
+        held = [x for x in (site.h, site.w, *site.path, *replayed, *beside) if tensor(x) is not None]
         known = [node for node in effects(self.graph) if node not in site.path]  # scales are written in place
-        results = [site.loss, *(norm.node for norm in self.norms)]
-        path = [*site.path, *(node for norm in self.norms for node in norm.path), *results]
+        constants = self._constants
+        others = [each for each in self.statistics if each not in constants]
+        results = [site.loss, *(each.node for each in others)]
+        path = [*site.path, *(node for each in others for node in each.path), *results]
         check_between(path, max(results), "the linear and the loss", modes, known, held)
+        for each in constants:
+            check_writes(
+                [site.linear], each.node, "the linear and what is computed of its result", known, held
+            )
         before = self._before
         for later in (site.bias, site.labels, site.weights):  # the graph may make them behind the linear
             if later is None:
                 continue
             if not later < before:
                 raise Reason.ORDER.rejected(
-                    f"{before.name} reads a logsumexp of the logits in front of {later.name}, an operand of "
-                    "the loss",
-                    "compute the loss before the penalty on the logsumexp",
+                    f"a logsumexp or an entropy is read in front of {later.name}, an operand of the loss",
+                    "compute the loss before the penalty or the entropy",
                 )
             since = [each for each in (*site.path, site.loss) if each >= _first_reader(site, later)]
             check_between([*since, before], site.loss, "the linear and the loss", modes, known, [later])
         if not self.in_one_pass and self.trains:
             check_kept(operands, before)
-        check_operation(path)
+        check_operation([*path, *(each.node for each in constants)])
 
     def _losses_of_other_parts(self) -> list[LossSite]:
         """The losses that read other parts of the logits: other classes, or other rows.
@@ -161,10 +178,10 @@ class LossHead(Candidate):
         may_detach = may_detach and all(op is not None and op.name in VIEWS for op in replayed)
         may_detach = may_detach and not self.site.overwrites
         sites, nodes, waiting = [self.site], {*self.site.path, self.site.loss}, list(self.site.path)
-        both = {norm.node for norm in self.norms}  # which others may read as well
-        for norm in self.norms:
-            nodes |= {*norm.path, norm.node}
-            waiting += norm.path
+        both = {each.node for each in self.statistics}  # which others may read as well
+        for one in self.statistics:
+            nodes |= {*one.path, one.node}
+            waiting += one.path
         for node in waiting:
             if node in both:
                 continue
@@ -186,10 +203,10 @@ class LossHead(Candidate):
                         sites.append(each)
                         nodes |= {*each.path, each.loss}
                         waiting += each.path
-                        for norm in norms.of(each):
-                            both.add(norm.node)
-                            nodes |= {*norm.path, norm.node}
-                            waiting += norm.path
+                        for one in statistics.of(each):
+                            both.add(one.node)
+                            nodes |= {*one.path, one.node}
+                            waiting += one.path
                 if other not in nodes:
                     op = read(node)
                     what = "logits" if op is None or op.name != "log_softmax" else "log-probabilities"
@@ -214,9 +231,8 @@ class LossHead(Candidate):
         """
         site, logits, (wants_h, wants_w, _) = self.site, self._logits, self.wants
         h, w = value(site.h), value(site.w)
-        classes = int(logits.shape[-1]) if site.columns is None else site.columns[1]
-        labels = value(site.labels)
-        rows = labels.numel()  # of this loss alone, if others read other rows
+        classes = int(site.classes)
+        rows = math.prod(value(site.labels).shape if site.labels else value(site.path[-1]).shape[:-1])
         if hint(logits.numel()) * logits.itemsize < SMALL:
             raise Reason.NOT_FASTER.left_to_stock("the logits are small, so fusing would save little memory")
         if self.trains and is_body(self.graph):
@@ -248,10 +264,12 @@ class LossHead(Candidate):
             new = emit.loss(site, self.wants)
         else:
             kept = self._kept() if self.trains else site
-            new, lses = emit.rows(kept, self._before, self.norms)
-            for norm, lse in zip(self.norms, lses, strict=True):
-                replace(norm.node, lse, norm.path)
-        replace(site.loss, new, site.path)
+            results = emit.rows(kept, self._before, self.statistics)
+            new = results[site.loss]
+            for each in self.statistics:
+                each.node.replace_all_uses_with(results[each.node])
+        beside = [node for each in self.statistics for node in (*each.path, each.node)]
+        replace(site.loss, new, [*site.path, *beside])
         name = "linear_cross_entropy" if self.in_one_pass else "linear_softmax_rows"
         return f"{name}{self.note}"
 
@@ -298,8 +316,18 @@ def look(scope: Scope, match: Match) -> Candidate | None:
     return None if found is None else LossHead(scope.graph, found)
 
 
+@FUSION.anchor(lambda: forms("sum", "sub"))
+def look_for_an_entropy(scope: Scope, match: Match) -> Candidate | None:
+    """An entropy of logits that no loss reads."""
+    op = read(match.output_node())
+    found = None if op is None else statistics.alone(op)
+    return None if found is None else LossHead(scope.graph, found)
+
+
 @FUSION.anchor(recognise.targets_of_others)
 def look_out(scope: Scope, match: Match) -> Candidate | None:
     """A softmax of logits that no supported loss reads."""
     found = recognise.written_out(match.output_node())
-    return None if found is None else Reported(found.loss, found.why)
+    if found is None or statistics.is_reported(found.loss):
+        return None
+    return Reported(found.loss, found.why)

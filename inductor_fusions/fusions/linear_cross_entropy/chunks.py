@@ -47,20 +47,23 @@ class Head:
 
 @dataclass(frozen=True)
 class Pulls:
-    """Gradients of the logits: soft[i] * softmax(y[i])[j] - hot[i] * (j == label[i]) - flat[i] * weights[j].
+    """Gradients of the logits: soft[i] * p[j] - hot[i] * (j == label[i]) - flat[i] * weights[j]
+    - spread[i] * p[j] * (log(p[j]) + entropy(p)), where p is softmax(y[i]).
 
     Attributes:
         soft, hot: (rows,).
-        flat: (rows,), or None.
+        flat, spread: (rows,), or None.
     """
 
     soft: Tensor
     hot: Tensor
     flat: Tensor | None = None
+    spread: Tensor | None = None
 
     def of(self, rows: slice) -> Pulls:
         """The gradients of some rows."""
-        return Pulls(self.soft[rows], self.hot[rows], None if self.flat is None else self.flat[rows])
+        flat, spread = (None if each is None else each[rows] for each in (self.flat, self.spread))
+        return Pulls(self.soft[rows], self.hot[rows], flat, spread)
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,14 @@ class Found:
         log_p: y[i, label[i]] - lse[i], the logarithm of the label's probability.
         lse: the logsumexp of y[i].
         total: the sum of y[i, j] * weights[j]; empty where it was not asked for.
+        entropy: of softmax(y[i]); empty where it was not asked for.
         dh, dw, db: in the dtypes of h, w and bias.
     """
 
     log_p: Tensor
     lse: Tensor
     total: Tensor
+    entropy: Tensor
     dh: Tensor
     dw: Tensor
     db: Tensor
@@ -105,6 +110,8 @@ def walk(
     pulls: Pulls | None = None,
     wants: Sequence[bool] = (False, False, False),
     logits: Tensor | None = None,
+    entropy: bool = False,
+    clamped: bool = False,
 ) -> Found:
     """Read the logits of all rows, chunk by chunk.
 
@@ -116,10 +123,12 @@ def walk(
         pulls: gradients of the logits, where gradients are wanted.
         wants: which of dh, dw and db are wanted.
         logits: (rows, V), what the linear gives, where it is there; it is not changed.
+        entropy: whether `entropy` is wanted.
+        clamped: whether a class of probability 0 adds 0 to an entropy if its logit is -inf; else NaN.
     """
     rows, columns = h.shape[0], head.w.shape[0]
     wide = wide_dtype(h.dtype)
-    stats = torch.zeros((3 if totals else 2, rows), dtype=wide, device=h.device)
+    stats = torch.zeros((2 + totals + entropy, rows), dtype=wide, device=h.device)
     step = chunk_rows(rows, columns, h.itemsize, h.device.type) if rows else 1
     sums = _Sums(h, head, -(-rows // step), wants)
     buffer = h.new_empty((min(step, rows), columns))
@@ -133,20 +142,23 @@ def walk(
         else:
             torch.addmm(head.bias, h[some], head.w.t(), out=x)
         part = None if pulls is None else pulls.of(some)
-        _rows(x, labels[some], head, weights, stats[:, some], part)
+        _rows(x, labels[some], head, weights, stats[:, some], part, totals, entropy, clamped)
         if pulls is not None:
             sums.add(x, some)
-    return Found(stats[0], stats[1], stats[2] if totals else h.new_empty(0, dtype=wide), *sums.results())
+    none = stats.new_empty(0)
+    found = stats[0], stats[1], stats[2] if totals else none, stats[-1] if entropy else none
+    return Found(*found, *sums.results())
 
 
 def _rows(
-    x: Tensor, labels: Tensor, head: Head, weights: Tensor | None, stats: Tensor, pulls: Pulls | None
-) -> None:
+    x: Tensor, labels: Tensor, head: Head, weights: Tensor | None, stats: Tensor, pulls: Pulls | None,
+    totals: bool, entropy: bool, clamped: bool,
+) -> None:  # fmt: skip
     """Write what a chunk of logits gives into `stats`, and the gradients of the logits over them."""
     if has_kernel(x):
         from . import kernels
 
-        kernels.rows(x, labels, head.scale, head.cap, weights, stats, pulls)
+        kernels.rows(x, labels, head.scale, head.cap, weights, stats, pulls, totals, entropy, clamped)
         return
     y = x.to(stats.dtype)
     if head.scale != 1:
@@ -156,15 +168,25 @@ def _rows(
         bent = y.tanh()
         y = bent * head.cap
     there, at = labels >= 0, labels.clamp(min=0)[:, None]
-    if len(stats) > 2:
+    if totals:
         stats[2] = torch.where(there, y.sum(1) if weights is None else y @ weights, 0)
     logs = y.log_softmax(1)
     log_p = logs.gather(1, at)
     stats[0] = torch.where(there, log_p[:, 0], 0)
     stats[1] = torch.where(there, (y.gather(1, at) - log_p)[:, 0], 0)
+    kept = logs.clamp(min=torch.finfo(logs.dtype).min) if clamped else logs
+    if entropy:
+        stats[-1] = torch.where(there, -(logs.exp() * kept).sum(1), 0)
     if pulls is None:
         return
-    d = logs.exp_().mul_(pulls.soft[:, None])
+    if pulls.spread is None:
+        d = logs.exp_().mul_(pulls.soft[:, None])
+    else:
+        # log(p) + entropy, without the digits that both share
+        p, seen = logs.exp(), y - y.amax(1, keepdim=True)
+        seen = seen.clamp(min=torch.finfo(y.dtype).min) if clamped else seen
+        seen = seen - (p * seen).sum(1, keepdim=True)
+        d = p * pulls.soft[:, None] - pulls.spread[:, None] * seen.mul_(p)
     d.scatter_add_(1, at, -pulls.hot[:, None])
     if pulls.flat is not None:
         d.sub_(pulls.flat[:, None] if weights is None else pulls.flat[:, None] * weights)

@@ -13,9 +13,9 @@ from ...graph.builder import Builder
 from ...graph.dims import WHOLE, per_dim
 from ...graph.torch_ops import VIEWS, read
 from ...operands import tensor, value
-from .norms import Norm
 from .op import LINEAR_CROSS_ENTROPY, SOFTMAX_ROWS
 from .recognise import LossSite
+from .statistics import Statistic
 
 
 def loss(site: LossSite, wants: list[bool], raw: fx.Node | None = None) -> fx.Node:
@@ -27,13 +27,14 @@ def loss(site: LossSite, wants: list[bool], raw: fx.Node | None = None) -> fx.No
     """
     build = Builder(site.loss)
     h, w, bias = _operands(build, site)
+    assert site.labels is not None
     if raw is not None:
         raw = build.call("reshape", raw, (-1, build.value(raw).shape[-1]))
     made = build.parts(
-        LINEAR_CROSS_ENTROPY, h, w, bias, _labels(build, site), site.weights, raw, site.bend.scale,
+        LINEAR_CROSS_ENTROPY, h, w, bias, _labels(build, site.labels), site.weights, raw, site.bend.scale,
         site.bend.cap, site.ignore_index, site.smoothing, site.reduction == "mean", wants,
     )  # fmt: skip
-    return _as_before(build, made[0], site.loss)
+    return _as_before(build, site, made[0], site.loss)
 
 
 def detached(site: LossSite) -> fx.Node:
@@ -49,20 +50,24 @@ def detached(site: LossSite) -> fx.Node:
     return raw
 
 
-def rows(site: LossSite, before: fx.Node, norms: Sequence[Norm] = ()) -> tuple[fx.Node, list[fx.Node]]:
+def rows(site: LossSite, before: fx.Node, statistics: Sequence[Statistic]) -> dict[fx.Node, fx.Node]:
     """Add the operation for losses of each row and log-probabilities, and the sum or mean of its results.
 
     Args:
         before: in front of which node.
-        norms: which logsumexps are wanted as well.
+        statistics: which are wanted as well.
 
     Returns:
-        The loss, and a logsumexp for each of `norms`.
+        What takes the place of the loss and of each of `statistics`.
     """
     build = Builder(before, like=site.loss)
     h, w, bias = _operands(build, site)
-    labels = _labels(build, site)
     classes = build.value(w).shape[0]
+    if site.labels is None:
+        count, device = build.value(h).shape[0], build.value(h).device
+        labels = build.call(torch.zeros, (count,), dtype=torch.int64, device=device)
+    else:
+        labels = _labels(build, site.labels)
     if site.wraps == "all":
         labels = build.call(torch.remainder, labels, classes)
     elif site.wraps:
@@ -73,27 +78,47 @@ def rows(site: LossSite, before: fx.Node, norms: Sequence[Norm] = ()) -> tuple[f
     # A negative label is out of bounds now; -1 says that a row is left out. Its logsumexp is not.
     labels = build.call(torch.where, build.call(torch.lt, labels, 0), classes, labels)
     if there is not None:
-        labels = build.call(torch.where, there, labels, 0 if norms else -1)
+        labels = build.call(torch.where, there, labels, 0 if statistics else -1)
     smooth = site.smoothing != 0
-    log_p, lse, total = build.parts(
+    entropies = [each.entropy for each in statistics if each.entropy is not None]
+    log_p, lse, total, entropy = build.parts(
         SOFTMAX_ROWS, h, w, bias, labels, site.weights if smooth else None, site.bend.scale, site.bend.cap,
-        smooth,
+        smooth, bool(entropies), any(each.clamped for each in entropies),
     )  # fmt: skip
-    lses = [_as_before(build, lse, norm.node) for norm in norms]
+    taken: dict[Any, fx.Node] = {}
+    results = {
+        each.node: _statistic(build, site, each, entropy if each.entropy else lse, taken)
+        for each in statistics
+    }
+    if site.labels is not None:
+        found = _weighed(build, site, labels, there, log_p, lse, total)
+        results[site.loss] = _as_before(build, site, found, site.loss)
+    return results
+
+
+def _weighed(
+    build: Builder, site: LossSite, labels: fx.Node, there: fx.Node | None, log_p: fx.Node, lse: fx.Node,
+    total: fx.Node,
+) -> fx.Node:  # fmt: skip
+    """The loss, of what the operation gives for each row.
+
+    Args:
+        labels: what the operation reads.
+        there: which rows count; None: all of a gather.
+    """
     if there is None:
-        found = build.call(torch.neg, log_p) if site.negates else log_p
-        return _as_before(build, found, site.loss), lses
+        return build.call(torch.neg, log_p) if site.negates else log_p
     found = build.call(torch.neg, log_p)
     own = there
-    whole: Any = classes
+    whole = site.classes
     if site.weights is not None:
         known = build.call(torch.clamp, labels, min=0)
         own = build.call(torch.mul, build.call("__getitem__", site.weights, known), there)
         found = build.call(torch.mul, found, own)
         whole = build.call(torch.sum, site.weights)
-    if smooth:
+    if site.smoothing:
         even = build.call(torch.sub, build.call(torch.mul, lse, whole), total)
-        even = build.call(torch.mul, even, site.smoothing / int(classes))
+        even = build.call(torch.mul, even, site.smoothing / int(site.classes))
         found = build.call(torch.add, build.call(torch.mul, found, 1 - site.smoothing), even)
     # Where all logits of a row that is left out are infinite, its loss is 0 in stock as well.
     found = build.call(torch.where, there, found, 0.0)
@@ -101,7 +126,32 @@ def rows(site: LossSite, before: fx.Node, norms: Sequence[Norm] = ()) -> tuple[f
         found = build.call(torch.sum, found)
     if site.reduction == "mean":
         found = build.call(torch.div, found, build.call(torch.sum, own))
-    return _as_before(build, found, site.loss), lses
+    return found
+
+
+def _statistic(
+    build: Builder, site: LossSite, one: Statistic, whole: fx.Node, taken: dict[Any, fx.Node]
+) -> fx.Node:
+    """The result of a statistic, from that of all rows.
+
+    Args:
+        taken: the rows that were taken before, of each result and behind each node.
+    """
+    found, fresh = whole, not one.rest and (whole, whole) not in taken
+    taken[whole, whole] = whole
+    if one.rest:
+        found = build.call("reshape", found, (*value(one.base).shape[:-1], 1))
+        for node in one.rest:
+            if (whole, node) not in taken:
+                taken[whole, node] = _replayed(build, site, node, found)
+            found = taken[whole, node]
+    if one.entropy is None:
+        found = build.call(torch.add, found, one.offset) if one.offset else found
+    elif one.entropy.negates:
+        found = build.call(torch.neg, found)
+    if not fresh:  # each has memory of its own, which the graph may overwrite
+        found = build.call("clone", found)
+    return _as_before(build, site, found, one.node)
 
 
 def _operands(build: Builder, site: LossSite) -> tuple[fx.Node, fx.Node, fx.Node | None]:
@@ -160,16 +210,20 @@ def _replayed(build: Builder, site: LossSite, node: fx.Node, h: fx.Node) -> fx.N
     return build.call(target, *(h if i == 0 else value for i, value in enumerate(node.args)), **kwargs)
 
 
-def _labels(build: Builder, site: LossSite) -> fx.Node:
-    labels = build.to(site.labels, torch.int64)
+def _labels(build: Builder, labels: fx.Node) -> fx.Node:
+    labels = build.to(labels, torch.int64)
     return labels if build.value(labels).dim() == 1 else build.call("reshape", labels, (-1,))
 
 
-def _as_before(build: Builder, found: fx.Node, replaced: fx.Node) -> fx.Node:
+def _as_before(build: Builder, site: LossSite, found: fx.Node, replaced: fx.Node) -> fx.Node:
     """A result in the shape and dtype of what it replaces."""
     out = value(replaced)
     found = build.to(found, out.dtype)
     if len(build.value(found).shape) != out.dim():
         found = build.call("reshape", found, tuple(out.shape))
+    if not out.requires_grad and any(
+        x is not None and value(x).requires_grad for x in (site.h, site.w, site.bias)
+    ):
+        found = build.call("detach", found)
     found.meta[build.key] = out  # which takes a gradient
     return found

@@ -34,13 +34,14 @@ def bend(x, scale, cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def rows_kernel(
-    x, labels, weights, stats, soft, hot, flat,
+    x, labels, weights, stats, soft, hot, flat, spread,
     columns, x_rows, stats_rows, scale, cap,
     CAPPED: tl.constexpr, TOTALS: tl.constexpr, WEIGHTED: tl.constexpr, PULLS: tl.constexpr,
-    FLAT: tl.constexpr, BLOCK: tl.constexpr,
+    FLAT: tl.constexpr, ENTROPY: tl.constexpr, CLAMPED: tl.constexpr, SPREAD: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """stats[:, i] = log-probability of the label, logsumexp and weighted sum of row i; x[i] = the gradient of
-    the logits."""
+    """stats[:, i] = log-probability of the label, logsumexp, weighted sum and entropy of row i; x[i] = the
+    gradient of the logits."""
     i = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + i)
     row = x + i * x_rows
@@ -55,6 +56,7 @@ def rows_kernel(
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     norm = tl.zeros((BLOCK,), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
+    depth = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, columns, BLOCK):
         inside = first + j < columns
         found = tl.load(row + first + j, mask=inside, other=0.0).to(tl.float32)
@@ -66,16 +68,27 @@ def rows_kernel(
         bound = tl.maximum(largest, y)
         # A lane that has seen minus infinity alone has no sum yet.
         shift = tl.where(bound == float("-inf"), 0.0, bound)
-        norm = norm * tl.exp(largest - shift) + tl.exp(y - shift)
+        rescale, e = tl.exp(largest - shift), tl.exp(y - shift)
+        if ENTROPY:  # the sum of e * (y - largest), whose terms have one sign
+            below = tl.where(inside if not CLAMPED else y > float("-inf"), y - shift, 0.0)
+            moved = tl.where(largest == float("-inf"), 0.0, largest - shift)
+            depth = rescale * depth + rescale * norm * moved + e * below
+        norm = rescale * norm + e
         largest = bound
     most = tl.max(largest, 0)
     # The logsumexp in two parts: y - lse would lose the digits of a log-probability that is near 0.
-    above = tl.log(tl.sum(norm * tl.exp(largest - most), 0))
+    share = tl.exp(largest - most)
+    whole = tl.sum(norm * share, 0)
+    above = tl.log(whole)
     picked, _ = bend(tl.load(row + label + tl.arange(0, 1)).to(tl.float32), scale, cap, CAPPED)
     tl.store(stats + i + tl.arange(0, 1), (picked - most) - above)
     tl.store(stats + stats_rows + i, most + above)
     if TOTALS:
         tl.store(stats + 2 * stats_rows + i, tl.sum(total, 0))
+    if ENTROPY:
+        moved = tl.where(largest == float("-inf"), 0.0, largest - most)
+        mean = tl.sum(share * depth + share * norm * moved, 0) / whole  # of y - most
+        tl.store(stats + (2 + TOTALS) * stats_rows + i, above - mean)
     if PULLS:
         of_all = tl.load(soft + i)
         of_label = tl.load(hot + i)
@@ -84,7 +97,13 @@ def rows_kernel(
             inside = first + j < columns
             found = tl.load(row + first + j, mask=inside, other=0.0).to(tl.float32)
             y, slope = bend(found, scale, cap, CAPPED)
-            d = of_all * tl.exp((y - most) - above)
+            log_p = (y - most) - above
+            p = tl.exp(log_p)
+            d = of_all * p
+            if SPREAD:
+                # log(p) + entropy, without the digits that both share
+                seen = tl.where(y > float("-inf"), y - most, 0.0) if CLAMPED else y - most
+                d -= tl.load(spread + i) * (p * (seen - mean))  # 0 of the lowest number
             d = tl.where(first + j == label, d - of_label, d)
             if FLAT:
                 w = tl.load(weights + first + j, mask=inside, other=0.0) if WEIGHTED else 1.0
@@ -100,6 +119,9 @@ def rows(
     weights: Tensor | None,
     stats: Tensor,
     pulls: Pulls | None,
+    totals: bool = False,
+    entropy: bool = False,
+    clamped: bool = False,
     block: int = BLOCK,
     warps: int = WARPS,
 ) -> None:
@@ -109,19 +131,20 @@ def rows(
         x: contiguous rows, which are overwritten where there are `pulls`.
         labels: (rows,), int64.
         weights: (V,) float32, or None.
-        stats: (2 or 3, rows) float32.
-        pulls: see there; None: there are no gradients.
+        stats: (2 to 4, rows) float32: log-probability, logsumexp, and the total and the entropy where wanted.
+        pulls: see there; None: there are no gradients. Its `spread` needs the entropy.
+        totals, entropy, clamped: as `chunks.walk` has them.
         block, warps: columns of a step, and warps of a thread block.
     """
-    flat = None if pulls is None else pulls.flat
+    given = [None] * 4 if pulls is None else [pulls.soft, pulls.hot, pulls.flat, pulls.spread]
     block = min(block, triton.next_power_of_2(x.shape[1]))
     none = stats
     with torch.cuda.device_of(x):  # Triton launches on the current one
         rows_kernel[(x.shape[0],)](
             x, labels, none if weights is None else weights, stats,
-            none if pulls is None else pulls.soft, none if pulls is None else pulls.hot,
-            none if flat is None else flat,
+            *(none if each is None else each for each in given),
             x.shape[1], x.stride(0), stats.stride(0), scale, cap,
-            CAPPED=bool(cap), TOTALS=len(stats) > 2, WEIGHTED=weights is not None,
-            PULLS=pulls is not None, FLAT=flat is not None, BLOCK=block, num_warps=warps,
+            CAPPED=bool(cap), TOTALS=totals, WEIGHTED=weights is not None,
+            PULLS=pulls is not None, FLAT=given[2] is not None, ENTROPY=entropy, CLAMPED=clamped,
+            SPREAD=given[3] is not None, BLOCK=block, num_warps=warps,
         )  # fmt: skip

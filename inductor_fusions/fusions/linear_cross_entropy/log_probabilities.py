@@ -111,17 +111,17 @@ def _difference(op: Op) -> Picked | None:
     if len(shapes) != 3 or not all(same_shape(shape, shapes[0]) for shape in shapes):
         return None
     for one, other in ((first, second), (second, first)):
-        (taken, views), (summed, others) = _viewed(one), _viewed(other)
+        (taken, views), (summed, others) = viewed(one), viewed(other)
         gathered = read(taken)
         found = None if gathered is None or gathered.inplace else _gathered(gathered)
-        logits, rows = _summed(summed)
+        logits, rows = summed_rows(summed)
         if found is not None and found.logits is logits:
             path = (*views, taken, *others, summed, *rows)
             return Picked(logits, False, found.labels, path, found.wraps, negates=one is second)
     return None
 
 
-def _summed(node: Any) -> tuple[Any, list[fx.Node]]:
+def summed_rows(node: Any) -> tuple[Any, list[fx.Node]]:
     """The operand of a logsumexp, or of a stack of the logsumexp of each row; and the nodes of the rows."""
     op = read(node)
     if op is None or op.inplace:
@@ -147,7 +147,7 @@ def _stacked(op: Op) -> Picked | None:
     labels: list[Any] = []
 
     def row(part: fx.Node) -> fx.Node | None:
-        node, views = _viewed(part)
+        node, views = viewed(part)
         gathered = read(node)
         found = None if gathered is None or gathered.inplace else _gathered(gathered)
         softmax = read(found.logits) if found is not None else None
@@ -156,7 +156,7 @@ def _stacked(op: Op) -> Picked | None:
         if softmax.only("input", "dim")[0] is None or found.wraps:
             return None  # of another dtype
         path.extend((*views, node, softmax.node))
-        labels.append(_viewed(found.labels)[0])
+        labels.append(viewed(found.labels)[0])
         source: fx.Node | None = softmax.input
         return source
 
@@ -167,7 +167,7 @@ def _stacked(op: Op) -> Picked | None:
     held, value = tensor(first), tensor(whole)
     if held is None or value is None or first is None:
         return None
-    if held.dim() != value.dim() - 1 or not same_shape(held.shape, value.shape[:-1]):
+    if _large(held.shape) != _large(value.shape[:-1]):
         return None
     return Picked(whole, False, first, tuple(path))
 
@@ -194,7 +194,7 @@ def _of_rows(rows: Iterable[fx.Node | None], path: list[fx.Node]) -> fx.Node | N
     return whole
 
 
-def _viewed(node: Any) -> tuple[Any, list[fx.Node]]:
+def viewed(node: Any) -> tuple[Any, list[fx.Node]]:
     """The value behind views that only add or remove dims of size 1, and the views."""
     views: list[fx.Node] = []
     value = tensor(node)

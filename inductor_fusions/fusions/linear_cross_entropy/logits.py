@@ -53,6 +53,7 @@ class Logits:
         bend: what is done to each logit.
         columns: the first class that the loss reads and how many; None: all.
         shift: a number that is added to each logit in front of a cap.
+        offset: a number that is added behind that, which a softmax does not see, and a logsumexp does.
         head: where the logits are those of one of several heads.
     """
 
@@ -66,7 +67,13 @@ class Logits:
     bend: Bend
     columns: tuple[int, int] | None
     shift: float
+    offset: float
     head: Head | None
+
+    @property
+    def classes(self) -> Any:
+        """How many classes the loss reads."""
+        return value(self.linear).shape[-1] if self.columns is None else self.columns[1]
 
     @property
     def overwrites(self) -> bool:
@@ -93,7 +100,7 @@ class _Walk:
         pointwise: ("mul", factor) and ("tanh", 0.0) of each logit.
         bias: a vector that is added, the number of pointwise operations behind it, and its sum's dtype.
         shift: a number that is added in front of a cap, the same number and dtype; None without one.
-        columns, head: as `Logits` has them.
+        columns, offset, head: as `Logits` has them.
     """
 
     def __init__(self, path: list[fx.Node], replayed: list[fx.Node]) -> None:
@@ -102,6 +109,7 @@ class _Walk:
         self.bias: tuple[fx.Node, int, torch.dtype] | None = None
         self.shift: tuple[float, int, torch.dtype] | None = None
         self.columns: tuple[int, int] | None = None
+        self.offset = 0.0
         self.head: Head | None = None
 
     def to_linear(self, node: fx.Node) -> Logits:
@@ -136,12 +144,14 @@ class _Walk:
             )
         bend = _bent(self.pointwise[::-1])
         path, replayed = tuple(reversed(self.path)), tuple(reversed(self.replayed))
-        return Logits(node, h, w, bias, by_rows, path, replayed, bend, self.columns, shift, self.head)
+        return Logits(
+            node, h, w, bias, by_rows, path, replayed, bend, self.columns, shift, self.offset, self.head
+        )
 
     def _source(self, op: Op) -> Any:
         """Note what an operation does to the logits; returns what it reads."""
         node, source = op.node, self._pointwise(op)
-        if source is None and op.name in CASTS | COPIES:
+        if source is None and op.name in CASTS | COPIES | {"detach"}:
             if not is_as_wide(op):
                 raise Reason.ROUNDED.rejected(f"{op.name} rounds the logits or moves them to another device")
             source = op.input
@@ -159,7 +169,8 @@ class _Walk:
             self.pointwise.append(("mul", factor))
         elif op.name == "tanh":
             self.pointwise.append(("tanh", 0.0))
-        elif op.name == "sigmoid":  # (1 + tanh(x / 2)) / 2, where a softmax does not see the number
+        elif op.name == "sigmoid":  # (1 + tanh(x / 2)) / 2
+            self.offset += 0.5 * self._factor()
             self.pointwise += [("mul", 0.5), ("tanh", 0.0), ("mul", 0.5)]
         elif op.name == "add" and type(op["other"]) in (int, float):
             source, number = op.only("input", "other")
@@ -167,12 +178,18 @@ class _Walk:
                 raise _no_linear(op.node)
             if capped and number:
                 self.shift = number, len(self.pointwise), dtype
+            else:
+                self.offset += number * self._factor()
         elif op.name == "add" and self.bias is None:
             source, vector = _biased(op)
             self.bias = vector, len(self.pointwise), dtype
         else:
             return None
         return source
+
+    def _factor(self) -> float:
+        """What multiplies a number that is added at this place, behind a cap."""
+        return math.prod(factor for name, factor in self.pointwise if name == "mul")
 
     def _part(self, op: Op) -> tuple[Any, fx.Node]:
         """Read rows, classes or one head; returns what they are taken from, and the node that takes them."""

@@ -10,6 +10,7 @@ Neither has all logits in memory: `chunks` has the loop over them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -87,45 +88,54 @@ def _linear_cross_entropy(
 
 def _rows(
     h: Tensor, w: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None, scale: float,
-    cap: float, totals: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Log-probability of the label, logsumexp and sum of each row of y = scale * (h @ w.T + bias), or of
-    cap * tanh(that).
+    cap: float, totals: bool, entropy: bool, clamped: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Log-probability of the label, logsumexp, sum and entropy of each row of y = scale * (h @ w.T + bias),
+    or of cap * tanh(that).
 
     Args:
         labels: (rows,), int64; -1: the results of the row are 0, and so is its gradient.
         totals: whether the sum of y * weights is wanted; else it is empty.
+        entropy: whether the entropy of softmax(y) is wanted; else it is empty.
+        clamped: whether a class of probability 0 adds 0 to the entropy if its logit is -inf; else NaN.
 
     Returns:
-        Three vectors (rows,) in float32 or float64.
+        Four vectors (rows,) in float32 or float64.
     """
     _check(h, w, bias, labels)
     _within(labels, labels == -1, w.shape[0])
     weights = None if weights is None else weights.to(wide_dtype(h.dtype))
-    found = walk(h, Head(w, bias, scale, cap), labels, weights, totals)
-    return found.log_p.clone(), found.lse.clone(), found.total.clone()
+    head = Head(w, bias, scale, cap)
+    found = walk(h, head, labels, weights, totals, entropy=entropy, clamped=clamped)
+    return found.log_p.clone(), found.lse.clone(), found.total.clone(), found.entropy.clone()
 
 
 def _gradient(
-    d_log_p: Tensor, d_lse: Tensor, d_total: Tensor, h: Tensor, w: Tensor, bias: Tensor | None,
-    labels: Tensor, weights: Tensor | None, scale: float, cap: float, totals: bool, wants: list[bool],
+    d_log_p: Tensor, d_lse: Tensor, d_total: Tensor, d_entropy: Tensor | None, h: Tensor, w: Tensor,
+    bias: Tensor | None, labels: Tensor, weights: Tensor | None, scale: float, cap: float, totals: bool,
+    clamped: bool, wants: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of h, w and bias, empty where they are not wanted."""
+    """The gradients of h, w and bias, empty where they are not wanted.
+
+    Args:
+        d_entropy: of the entropy; None: nothing differentiates it.
+    """
     there = labels >= 0
     wide = wide_dtype(h.dtype)
     soft, hot = (torch.where(there, d, 0) for d in (d_lse - d_log_p, -d_log_p))
     flat = torch.where(there, -d_total, 0) if totals else None
+    spread = None if d_entropy is None else torch.where(there, d_entropy, 0)
     weights = None if weights is None else weights.to(wide)
     found = walk(
-        h, Head(w, bias, scale, cap), labels, weights, False, Pulls(soft, hot, flat), wants
+        h, Head(w, bias, scale, cap), labels, weights, False, Pulls(soft, hot, flat, spread), wants,
+        entropy=spread is not None, clamped=clamped,
     )  # fmt: skip
     return found.dh, found.dw, found.db
 
 
-def _empty_gradients(h: Tensor, w: Tensor, bias: Tensor | None, wants: list[bool]) -> tuple[Tensor, ...]:
-    operands = (h, w, bias)
+def _empty_gradients(operands: Sequence[Any], wants: list[bool]) -> tuple[Tensor, ...]:
     return tuple(
-        h.new_empty(0) if x is None or not wanted else x.new_empty(x.shape)
+        operands[0].new_empty(0) if x is None or not wanted else x.new_empty(x.shape)
         for x, wanted in zip(operands, wants, strict=True)
     )
 
@@ -134,15 +144,16 @@ def _empty_loss(
     h: Tensor, w: Tensor, bias: Tensor | None, labels: Tensor, *others: Any
 ) -> tuple[Tensor, ...]:
     _check(h, w, bias, labels)
-    return h.new_empty((), dtype=wide_dtype(h.dtype)), *_empty_gradients(h, w, bias, others[-1])
+    return h.new_empty((), dtype=wide_dtype(h.dtype)), *_empty_gradients((h, w, bias), others[-1])
 
 
 def _empty_rows(
     h: Tensor, w: Tensor, bias: Tensor | None, labels: Tensor, *others: Any
 ) -> tuple[Tensor, ...]:
     _check(h, w, bias, labels)
-    sizes = h.shape[0], h.shape[0], h.shape[0] if others[-1] else 0
-    return tuple(h.new_empty(size, dtype=wide_dtype(h.dtype)) for size in sizes)
+    totals, entropy, _ = others[-3:]
+    wanted = True, True, totals, entropy
+    return tuple(h.new_empty(h.shape[0] if each else 0, dtype=wide_dtype(h.dtype)) for each in wanted)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -162,15 +173,22 @@ def _backward(ctx: Any, d: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
 
 def _setup_rows(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     h, w, bias, labels, weights, *ctx.options = inputs
+    ctx.set_materialize_grads(False)  # an entropy that nothing differentiates has none
     ctx.save_for_backward(h, w, bias, labels, weights)
 
 
-def _backward_rows(ctx: Any, d_log_p: Tensor, d_lse: Tensor, d_total: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_rows(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
     h, w, bias, labels, weights = ctx.saved_tensors
+    scale, cap, totals, _, clamped = ctx.options
+    *first, d_entropy = given
+    wide = wide_dtype(h.dtype)
+    first = [h.new_zeros(labels.shape, dtype=wide) if d is None else d for d in first]
     wants = list(ctx.needs_input_grad[:3])
-    made = GRADIENT(d_log_p, d_lse, d_total, h, w, bias, labels, weights, *ctx.options, wants)
+    made = GRADIENT(
+        *first, d_entropy, h, w, bias, labels, weights, scale, cap, totals, clamped, wants
+    )  # fmt: skip
     found = [gradient if wanted else None for gradient, wanted in zip(made, wants, strict=True)]
-    return (*found, *(None,) * 5)
+    return (*found, *(None,) * 7)
 
 
 def _flops(h: Any, w: Any, wants: Any = ()) -> int:
@@ -184,8 +202,8 @@ LINEAR_CROSS_ENTROPY = define(
 )  # fmt: skip
 GRADIENT = define(
     "linear_softmax_rows_gradient", _gradient,
-    lambda d_log_p, d_lse, d_total, h, w, bias, *others: _empty_gradients(h, w, bias, others[-1]),
-    flops=lambda d_log_p, d_lse, d_total, h, w, *others: _flops(h, w, others[-1]),
+    lambda *given: _empty_gradients(given[4:7], given[-1]),
+    flops=lambda *given: _flops(given[4], given[5], given[-1]),
 )  # fmt: skip
 SOFTMAX_ROWS = define(
     "linear_softmax_rows", _rows, _empty_rows, flops=lambda h, w, *_: _flops(h, w),

@@ -81,7 +81,7 @@ class LossSite(Logits):
 
     Attributes:
         loss: the node that is replaced.
-        labels: what stands at each row.
+        labels: what stands at each row; None: the loss is an entropy, which has none.
         weights: of the classes, or None.
         gathers: whether the loss is log-probabilities.
         wraps: which labels count from the last class, as in `log_probabilities.Picked`.
@@ -89,7 +89,7 @@ class LossSite(Logits):
     """
 
     loss: fx.Node
-    labels: fx.Node
+    labels: fx.Node | None
     weights: fx.Node | None
     gathers: bool = False
     ignore_index: int = -1
@@ -308,8 +308,8 @@ def _picked(op: Op, picked: log_probabilities.Picked) -> LossSite:
     _check_labels(picked.labels)
     ordered = replace(found, path=tuple(sorted(found.path)))
     return LossSite(
-        **vars(ordered), loss=op.node, labels=picked.labels, weights=None, gathers=True, wraps=picked.wraps,
-        negates=picked.negates,
+        **vars(ordered), loss=op.node, labels=log_probabilities.viewed(picked.labels)[0], weights=None,
+        gathers=True, wraps=picked.wraps, negates=picked.negates,
     )  # fmt: skip
 
 

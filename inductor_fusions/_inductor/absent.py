@@ -319,9 +319,8 @@ def on_absent_device(
 
     def moved_with(found: Any) -> Any:
         """A copy of `found`, with the tensors in it moved."""
-        with contextlib.ExitStack() as stack:
-            for kind in (torch.Tensor, nn.Parameter):
-                stack.enter_context(mock.patch.object(kind, "__deepcopy__", lambda each, memo: moved(each)))
+        how: Any = {"__deepcopy__": lambda tensor, memo: moved(tensor)}
+        with mock.patch.multiple(torch.Tensor, **how), mock.patch.multiple(nn.Parameter, **how):
             return copy.deepcopy(found, memo)
 
     module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
@@ -369,11 +368,9 @@ def _selecting_all() -> Any:
             return found
 
         def known(result: torch.Tensor) -> torch.Tensor:
-            if all(isinstance(size, int) for size in result.shape):
-                return result
             operands = (each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, FakeTensor))
             most = max((operand.numel() for operand in operands), default=None)
-            if most is None:
+            if most is None or all(isinstance(size, int) for size in result.shape):
                 return result
             return result.new_empty([size if isinstance(size, int) else most for size in result.shape])
 
@@ -386,10 +383,9 @@ def _selecting_all() -> Any:
 def _reader(error: BaseException) -> str:
     """The line of the user's code that raised: the last one that is neither torch's nor ours."""
     ours = tuple(str(Path(file).parent) for file in (torch.__file__, Path(__file__).parent))
-    frames = [
-        each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(ours)
-    ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "the model"
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f"{each.filename}:{each.lineno}" for each in frames if not each.filename.startswith(ours)]
+    return theirs[-1] if theirs else "the model"
 
 
 class _OnCPU(TorchDispatchMode):

@@ -65,8 +65,9 @@ def errors(case: str) -> dict[str, float]:
         results.append((-(logs.exp() * logs).sum(1), spread))
     true = [each for each, _ in results]
     (dx,) = torch.autograd.grad([(each * factor)[there].sum() for each, factor in results], wide)
-    options = {"totals": totals, "entropy": bool(entropy), "clamped": entropy == "hidden", "block": block}
-    kernels.rows(x, labels, scale, cap, weights, stats, pulls, **options)  # type: ignore[arg-type]
+    kernels.rows(
+        x, labels, scale, cap, weights, stats, pulls, totals, bool(entropy), entropy == "hidden", block
+    )  # fmt: skip
     assert not stats[:, ~there].any()
     found = {str(i): relative(stats[i][there], exact[there], 1e-9) for i, exact in enumerate(true)}
     if pulls is not None:

@@ -148,6 +148,11 @@ class LossHead(Candidate):
         results = [site.loss, *(each.node for each in others)]
         path = [*site.path, *(node for each in others for node in each.path), *results]
         check_between(path, max(results), "the linear and the loss", modes, known, held)
+        for result, nodes in ((site.loss, site.path), *((each.node, each.path) for each in others)):
+            if statistics.takes_gradient(result) and any(map(_detaches, nodes)):
+                raise Reason.LOSS.rejected(
+                    f"the logits are detached, and {result.name} is differentiated by what is added to them"
+                )
         for each in constants:
             check_writes(
                 [site.linear], each.node, "the linear and what is computed of its result", known, held
@@ -263,8 +268,9 @@ class LossHead(Candidate):
         elif self.in_one_pass:
             new = emit.loss(site, self.wants)
         else:
-            kept = self._kept() if self.trains else site
-            results = emit.rows(kept, self._before, self.statistics)
+            before = self._before
+            kept = self._kept(before) if self.trains else site
+            results = emit.rows(kept, before, self.statistics)
             new = results[site.loss]
             for each in self.statistics:
                 each.node.replace_all_uses_with(results[each.node])
@@ -273,14 +279,14 @@ class LossHead(Candidate):
         name = "linear_cross_entropy" if self.in_one_pass else "linear_softmax_rows"
         return f"{name}{self.note}"
 
-    def _kept(self) -> LossSite:
-        """The site with operands that may be saved for the backward."""
+    def _kept(self, before: fx.Node) -> LossSite:
+        """The site with operands that may be saved for the backward, in front of a node."""
         site, (wants_h, wants_w, _) = self.site, self.wants
         keeping = Keeping(self.graph, recomputed=is_body(self.graph))
         # The product keeps an operand where the other one takes a gradient, and an addition keeps none.
         by_eager = {storage(x) for x, other in ((site.h, wants_w), (site.w, wants_h)) if other}
-        h, w = (keeping.kept(x, self._before, lambda: by_eager) for x in (site.h, site.w))
-        bias = None if site.bias is None else keeping.kept(site.bias, self._before, lambda: by_eager)
+        h, w = (keeping.kept(x, before, lambda: by_eager) for x in (site.h, site.w))
+        bias = None if site.bias is None else keeping.kept(site.bias, before, lambda: by_eager)
         return dataclasses.replace(site, h=h, w=w, bias=bias)
 
 
@@ -314,6 +320,11 @@ def look(scope: Scope, match: Match) -> Candidate | None:
     if isinstance(found, Unsupported):
         return Reported(found.loss, found.why)
     return None if found is None else LossHead(scope.graph, found)
+
+
+def _detaches(node: fx.Node) -> bool:
+    op = read(node)
+    return op is not None and op.name == "detach"
 
 
 @FUSION.anchor(lambda: forms("sum", "sub"))

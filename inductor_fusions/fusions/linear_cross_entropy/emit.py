@@ -221,9 +221,9 @@ def _as_before(build: Builder, site: LossSite, found: fx.Node, replaced: fx.Node
     found = build.to(found, out.dtype)
     if len(build.value(found).shape) != out.dim():
         found = build.call("reshape", found, tuple(out.shape))
-    if not out.requires_grad and any(
-        x is not None and value(x).requires_grad for x in (site.h, site.w, site.bias)
-    ):
+    # The loss says it as well: operands that are copied for the backward do not.
+    given = (site.loss, site.h, site.w, site.bias)
+    if not out.requires_grad and any(x is not None and value(x).requires_grad for x in given):
         found = build.call("detach", found)
     found.meta[build.key] = out  # which takes a gradient
     return found

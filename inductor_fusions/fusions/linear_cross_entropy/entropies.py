@@ -8,7 +8,8 @@ and `torch.distributions.Categorical(logits=x).entropy()`, which subtracts the l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,11 +65,18 @@ def of(op: Op) -> Entropy | None:
 
 def logs_of(node: Any) -> _Matrix | None:
     """The logarithms of probabilities that a node holds."""
-    op = read(node)
-    if op is None or op.inplace:
-        return None
-    if op.name in CASTS and is_as_wide(op):
-        return _behind(logs_of(op.input), op)
+    return _matrix(node, _logs)
+
+
+def _matrix(node: Any, of: Callable[[Op], _Matrix | None]) -> _Matrix | None:
+    """What `of` reads in front of casts to wider dtypes."""
+    inner, casts = _without_casts(node)
+    op = read(inner)
+    found = None if op is None or op.inplace else of(op)
+    return found and replace(found, path=(*found.path, *casts))
+
+
+def _logs(op: Op) -> _Matrix | None:
     if op.name == "clamp":
         x, least = op.only("input", "min")
         found, value = logs_of(x), tensor(x)
@@ -85,12 +93,7 @@ def logs_of(node: Any) -> _Matrix | None:
     return _Matrix(logits, (*casts, *rows, summed, *views, op.node))
 
 
-def _probabilities(node: Any) -> _Matrix | None:
-    op = read(node)
-    if op is None or op.inplace:
-        return None
-    if op.name in CASTS and is_as_wide(op):
-        return _behind(_probabilities(op.input), op)
+def _probabilities(op: Op) -> _Matrix | None:
     if op.name == "exp":
         found = logs_of(op.input)
         return None if found is None or found.clamped else _behind(found, op)
@@ -111,10 +114,10 @@ def _of_softmax(op: Op) -> _Matrix | None:
 
 
 def _behind(found: _Matrix | None, op: Op, clamped: bool = False) -> _Matrix | None:
-    return found and _Matrix(found.logits, (*found.path, op.node), found.clamped or clamped)
+    return found and replace(found, path=(*found.path, op.node), clamped=found.clamped or clamped)
 
 
-def _without_casts(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+def _without_casts(node: Any) -> tuple[Any, list[fx.Node]]:
     """A matrix in front of casts to wider dtypes, and the casts."""
     casts: list[fx.Node] = []
     while (op := read(node)) is not None and op.name in CASTS and is_as_wide(op):
@@ -154,7 +157,7 @@ def _summed(op: Op) -> Entropy | None:
         return None
     (first, second), negates, path = found
     for one, other in ((first, second), (second, first)):
-        p, logs = _probabilities(one), logs_of(other)
+        p, logs = _matrix(one, _probabilities), logs_of(other)
         if p is not None and logs is not None and p.logits is logs.logits:
             return _entropy(op.node, p.logits, (*p.path, *logs.path, *path), not negates, logs.clamped)
     return None
@@ -174,7 +177,7 @@ def _difference(op: Op) -> Entropy | None:
         return None
     logits, casts = _without_casts(whole)
     for one, other in (factors, factors[::-1]):
-        p, (x, others) = _probabilities(one), _without_casts(other)
+        p, (x, others) = _matrix(one, _probabilities), _without_casts(other)
         if p is not None and p.logits is logits and x is logits:
             nodes = (*casts, *others, *rows, summed, *views, *p.path, *path, by.node)
             return _entropy(op.node, logits, nodes, False)

@@ -92,6 +92,7 @@ def rows_kernel(
     if PULLS:
         of_all = tl.load(soft + i)
         of_label = tl.load(hot + i)
+        of_entropy = tl.load(spread + i) if SPREAD else 0.0
         tl.debug_barrier()  # the label's logit is read before it is overwritten
         for first in range(0, columns, BLOCK):
             inside = first + j < columns
@@ -103,7 +104,7 @@ def rows_kernel(
             if SPREAD:
                 # log(p) + entropy, without the digits that both share
                 seen = tl.where(y > float("-inf"), y - most, 0.0) if CLAMPED else y - most
-                d -= tl.load(spread + i) * (p * (seen - mean))  # 0 of the lowest number
+                d -= of_entropy * (p * (seen - mean))  # 0 of the lowest number
             d = tl.where(first + j == label, d - of_label, d)
             if FLAT:
                 w = tl.load(weights + first + j, mask=inside, other=0.0) if WEIGHTED else 1.0

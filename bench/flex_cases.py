@@ -71,6 +71,19 @@ def cuda_rows() -> list[Row]:
     found += row(2, 32, 32, 2048, 128, "alibi causal+pad")
     found += row(2, 32, 32, 2048, 128, "alibi causal")
     found += row(1, 32, 8, 32768, 128, "causal+window", 1024)
+    # Beside shapes that no other was near.
+    found += row(1, 32, 8, 4096, 64, "causal+document")
+    found += row(1, 32, 8, 16384, 64, "causal+document")
+    found += row(1, 32, 8, 4096, 128, "causal+document")
+    found += row(2, 32, 8, 4096, 64, "causal+pad")
+    found += row(2, 32, 8, 4096, 128, "causal+pad")
+    found += row(1, 16, 8, 8192, 256, "tanh causal")
+    found += row(1, 16, 8, 8192, 256, "tanh causal+window", 2048)
+    found += row(1, 16, 8, 8192, 256, "causal+window", 1024)
+    found += row(2, 32, 16, 2048, 128, "tanh causal")
+    found += row(8, 16, 16, 1024, 64, "tanh")
+    found += row(4, 32, 32, 1024, 128, "alibi causal+pad")
+    found += row(4, 32, 32, 1024, 128, "alibi causal")
     return found
 
 

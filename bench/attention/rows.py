@@ -123,7 +123,34 @@ def cuda_rows() -> list[Row]:
     masks = ["none", "causal", "pad", "bias", "bias_full", "bias_batch", "bool4d"]
     rows += rows_of(wide, masks, "float32", [False])
     rows += rows_of([(1, 16, 2048, 64), (8, 8, 1024, 32)], ["causal"], "float32", [True])
-    return list(dict.fromkeys(rows + few_queries_or_keys()))
+    return list(dict.fromkeys(rows + few_queries_or_keys() + lonely()))
+
+
+def lonely() -> list[Row]:
+    """Shapes beside those that no other was near, so that each can be estimated from the others."""
+    rows = rows_of([(256, 12, 64, 64)], ["none", "causal", "pad", "bias"])
+    rows += rows_of([(2, 12, 64, 64), (2, 12, 160, 64)], ["none", "pad", "bias"])
+    rows += rows_of([(256, 12, 128, 64), (16, 12, 128, 64)], ["none", "pad", "bias", "bias_batch"])
+    rows += rows_of([(8, 12, 1024, 64)], ["causal"])
+    rows += rows_of([(2, 32, 768, 64), (1, 32, 768, 128)], ["causal"], kv_heads=8)
+    rows += rows_of([(2, 16, 2048, 256)], ["causal"])
+    masks = ["none", "pad", "bias", "bias_full", "bias_batch"]
+    rows += rows_of([(16, 12, 128, 64), (4, 12, 256, 64)], masks, "float32", [False])
+    rows += rows_of([(16, 12, 128, 64), (16, 12, 512, 64)], ["pad", "causal"], "float32", [True])
+    for queries, shapes in {
+        1: [(16384, 1, 16, 96), (32, 12, 197, 64), (16, 12, 1024, 64)],
+        4: [(64, 8, 256, 64), (512, 8, 32, 32)],
+        16: [(32, 8, 64, 64), (16, 8, 2048, 64)],
+        32: [(8, 8, 2048, 64)],
+        1024: [(8, 8, 77, 80)],
+        4096: [(4, 8, 77, 40)],
+    }.items():
+        rows += rows_of(shapes, ["none", "pad"], q_len=queries)
+        rows += rows_of(shapes, ["none", "pad"], "float32", [False], q_len=queries)
+    rows += rows_of([(8, 8, 2048, 64), (32, 8, 64, 64)], ["bias", "bias_batch"], q_len=16)
+    decode = [(4, 32, 4096, 128), (4, 32, 8192, 128), (1, 32, 4096, 128)]
+    rows += rows_of(decode, ["none", "pad"], trains=[False], kv_heads=8, q_len=1)
+    return rows + rows_of([(2, 16, 4096, 64), (4, 16, 8192, 64)], ["none", "pad"], trains=[False], q_len=1)
 
 
 def few_queries_or_keys() -> list[Row]:

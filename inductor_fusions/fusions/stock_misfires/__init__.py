@@ -7,12 +7,13 @@ form here, which the pattern reads correctly or not at all:
 
 | graph | equal form |
 |---|---|
-| `softmax(x, dim)`, not over the last dim | over the last dim, between two transposes |
+| `softmax(x, dim)`, not over the last dim | `softmax(x, dim).unsqueeze(0).squeeze(0)` |
 | `e / e.sum(dim, keepdim=True)`, not over the last dim | a sum without `keepdim`, then `unsqueeze` |
 | `add(x, y, alpha=a)` | `add(x, a * y)` |
 | q, k or v permuted otherwise than by the pattern | several permutations, the last ones as it assumes them |
-| `scores / c`, or `q / c`, where c is not sqrt(head_dim) (torch 2.11) | `-(-scores / c)` |
-| the same where c is a tensor | `-(-scores / c)` |
+| `scores / c`, where c is not sqrt(head_dim) (torch 2.11) | `scores.unsqueeze(0).squeeze(0) / c` |
+| `q / c` with such a c | `(q / c).unsqueeze(0).squeeze(0)` |
+| both where c is a tensor | the same |
 
 With any torch, the attention that a pattern inserts saves its result for its backward, while a matrix product
 does not. If a result leaves the graph in training, the caller gets a copy (`returned`). Inductor drops the

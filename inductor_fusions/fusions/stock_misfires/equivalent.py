@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -37,6 +38,18 @@ class EquivalentRewrite(Candidate):
             result.meta = dict(self.anchor.meta)
         self.anchor.replace_all_uses_with(result)
         self.anchor.graph.erase_node(self.anchor)
+
+    def behind(self, node: fx.Node, of: Callable[[fx.Node], bool]) -> None:
+        """Views behind `node`, which cost nothing and which no pattern has, for those of its users.
+
+        What Inductor's other patterns look for in front of a softmax stays together: a factor of the scores
+        becomes (x - max) * factor (`mul_softmax_pattern`). Without it, a multiply-add rounds
+        x * factor - max, which is inf where all scores of a row are as large as those of a mask.
+        """
+        builder = Builder(node.next, like=node, kept=tuple(node.meta))
+        opened = builder.call("unsqueeze", node, 0)
+        closed = builder.call("squeeze", opened, 0)
+        node.replace_all_uses_with(closed, lambda user: user is not opened and of(user))
 
     def dtype_option(self) -> dict[str, Any]:
         """`dtype=` where the result has another dtype than the input."""

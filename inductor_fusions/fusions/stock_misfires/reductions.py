@@ -9,7 +9,6 @@ from torch import fx
 
 from ...graph.dims import reduced
 from ...graph.torch_ops import read
-from ...layouts.leaving import settle
 from ...operands import tensor
 from .equivalent import EquivalentRewrite
 from .walk import name_of
@@ -26,12 +25,8 @@ class Softmax(EquivalentRewrite):
         self.dim = dim
 
     def rewrite(self) -> str:
-        turned = self.call("transpose", self.source, self.dim, -1)
-        weights = self.call(torch.softmax, turned, -1, **self.dtype_option())
-        result = self.call("transpose", weights, self.dim, -1)
-        self.replace(result)
-        settle(result.graph, [(result, False)])
-        return f"softmax over dim {self.dim} between transposes"
+        self.behind(self.anchor, lambda user: user.op != "output")
+        return f"views behind the softmax over dim {self.dim}"
 
 
 class Sum(EquivalentRewrite):

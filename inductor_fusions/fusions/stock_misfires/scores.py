@@ -9,14 +9,13 @@ from typing import Any
 
 from torch import fx
 
-from ...effects.inplace import readers
 from ...fusion import Candidate
 from ...graph.facts import change
 from ...graph.torch_ops import read
 from ...operands import tensor, value
 from ...reasons import Reason
 from .equivalent import EquivalentRewrite
-from .walk import PRODUCTS, between, factors, name_of
+from .walk import between, factors, name_of
 
 
 class Alpha(EquivalentRewrite):
@@ -46,27 +45,32 @@ class Alpha(EquivalentRewrite):
 
 
 class Divisor(EquivalentRewrite):
-    """A division of the scores, or of q, that a pattern would take for one by sqrt(head_dim)."""
+    """A division of the scores, or of q, that a pattern would take for one by sqrt(head_dim).
+
+    Args:
+        of_scores: views go in front of it, in place of behind it: it stays in front of the softmax.
+    """
+
+    def __init__(self, anchor: fx.Node, of_scores: bool) -> None:
+        super().__init__(anchor, None)
+        self.of_scores = of_scores
 
     def guard(self) -> None:
         super().guard()
         op = read(self.anchor)
         assert op is not None
-        self.source, self.by = op.input, op["other"]  # those before may have replaced it
-        if not isinstance(self.source, fx.Node) or self.by is None:
+        self.source = op.input  # those before may have replaced it
+        if not isinstance(self.source, fx.Node) or op["other"] is None:
             raise Reason.NOT_A_TENSOR.rejected("the operands of the division are not known")
         if self.anchor.kwargs.get("rounding_mode") is not None:
             raise Reason.NOT_A_TENSOR.rejected("the division rounds its result, which no stock pattern does")
-        if op.inplace and (len(readers(self.source)) > 1 or name_of(self.source) not in PRODUCTS):
-            raise Reason.OVERWRITTEN.rejected(
-                "the scores are divided in place, and something else may read them"
-            )
 
     def rewrite(self) -> str:
-        turned = self.call(operator.neg, self.source)
-        divided = self.call(operator.truediv, turned, self.by)
-        self.replace(self.call(operator.neg, divided))
-        return "negated, divided, negated"
+        if self.of_scores:
+            self.behind(self.source, lambda user: user is self.anchor)
+            return "views in front of a division"
+        self.behind(self.anchor, lambda user: user.op != "output")
+        return "views behind a division"
 
 
 def divided(softmax: fx.Node, product: fx.Node, ignored: bool) -> Iterator[Candidate]:
@@ -80,7 +84,7 @@ def divided(softmax: fx.Node, product: fx.Node, ignored: bool) -> Iterator[Candi
     operand = tensor(q)
     size = operand.shape[-1] if operand is not None else None
     for node in (*between(softmax, product), q):
-        op = read(node)
+        op, of_scores = read(node), node is not q
         if op is None or op.name != "div":
             continue
         by = op["other"]
@@ -88,11 +92,11 @@ def divided(softmax: fx.Node, product: fx.Node, ignored: bool) -> Iterator[Candi
             continue  # a symbolic number, which no pattern has
         if not ignored:
             if isinstance(by, fx.Node):
-                yield Divisor(node, None)
+                yield Divisor(node, of_scores)
             continue
         number = constant(by)
         if number is None or not isinstance(size, int) or not math.isclose(number, size**0.5, rel_tol=1e-6):
-            yield Divisor(node, None)
+            yield Divisor(node, of_scores)
 
 
 def constant(number: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""The constants of the model of tiles (`block_mm/cost.py`): fitted to measured times, and judged.
+"""The constants of the models of GEMMs (`decisions/gemm_times.py`): fitted to measured times, and judged.
 
     python -m bench.tile_model --json bench/results/tile_model.json
 
@@ -9,12 +9,14 @@ judged by the configuration that it gets without rows of its width:
     nearest     that of the nearest problem
     held out    the model's, by constants that were fitted without this width
     other GPUs  the model's, by constants that were fitted to the times of the other GPUs
-    shipped     the model's, by the constants of cost.py
+    shipped     the model's, by the constants of the package
     fitted      the model's, by constants that were fitted to all times
 
 How much longer than the fastest configuration does it take, and which share of the logarithms of the gains
 over stock is kept, where the decision without this width is for the kernel at all? The file has the constants
 that are fitted if they choose better than the shipped ones, else the shipped ones. No device is needed.
+
+The constants of stock's products are fitted to stock's times of the same problems.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -36,9 +38,9 @@ from bench.common import Json
 from bench.regret import SLOW, SLOWER, WIDTHS, only
 from inductor_fusions.block_mm import configurations, cost, heuristics
 from inductor_fusions.block_mm.configurations import Config
-from inductor_fusions.block_mm.cost import Constants, Work
 from inductor_fusions.block_mm.problem import Problem
-from inductor_fusions.decisions import Query, decide, devices, tables
+from inductor_fusions.decisions import Query, decide, devices, gemm_times, tables
+from inductor_fusions.decisions.gemm_times import Constants, Library, Work
 from inductor_fusions.decisions.problems import FEW_ROWS
 from inductor_fusions.decisions.tables import Table
 
@@ -149,24 +151,50 @@ def fit(points: Sequence[Point]) -> Constants:
     smaller steps.
     """
     parts = {name: [point for point in points if _depends(point[0], name)] for name in START}
-    values = dict(START)
 
     def errors(name: str, tried: Mapping[str, float]) -> float:
         far = math.log(tried[name] / START[name]) ** 2
         return error(parts[name], constants_of(tried)) + PULL * len(points) * far
 
+    return constants_of(_descent(START, errors))
+
+
+def fit_library(problems: Sequence[tuple[str, Timed]]) -> Library:
+    """The constants of stock's products with the least mean error of the logarithms of its times."""
+    start = Library(launch=2.0, slowness=1.0, store=1.0, bandwidth=3.0)
+
+    def errors(name: str, tried: Mapping[str, float]) -> float:
+        return library_error(problems, Library(**tried))
+
+    return Library(**_descent(asdict(start), errors))
+
+
+def library_error(problems: Sequence[tuple[str, Timed]], by: Library) -> float:
+    """The mean error of the logarithms of stock's times."""
+    errors = [
+        abs(math.log(gemm_times.of_row(each.row).stock(processors(name), by) / each.stock))
+        for name, each in problems
+    ]
+    return statistics.mean(errors)
+
+
+def _descent(
+    start: Mapping[str, float], errors: Callable[[str, Mapping[str, float]], float]
+) -> dict[str, float]:
+    """Constants with the least errors, of which those may be left out that one constant does not change."""
+    values = dict(start)
     for step in STEPS:
         better = True
         while better:
             better = False
-            for name in START:
+            for name in start:
                 least = errors(name, values) * (1 - 1e-6)
                 for factor in (math.exp(step), math.exp(-step)):
                     tried = {**values, name: values[name] * factor}
                     if errors(name, tried) < least:
                         values, better = tried, True
                         break
-    return constants_of({name: float(f"{value:.3g}") for name, value in values.items()})
+    return {name: float(f"{value:.3g}") for name, value in values.items()}
 
 
 def _depends(work: Work, name: str) -> bool:
@@ -308,7 +336,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the constants and the judgement")
     arguments = parser.parse_args()
     problems = {name: timed(RESULTS / file) for name, file in TIMED.items()}
-    fitted = fit(points((name, each) for name, some in problems.items() for each in some))
+    every = [(name, each) for name, some in problems.items() for each in some]
+    fitted, library = fit(points(every)), fit_library(every)
     judgement = judged(problems, {**shipped(), **fitted_ways(problems, fitted)})
     better = loss(judgement, "fitted") < loss(judgement, "shipped")
     constants = flat(fitted if better else cost.CONSTANTS)
@@ -316,8 +345,11 @@ def main() -> None:
         print(f"{name:20} shipped {flat(cost.CONSTANTS)[name]:8} fitted {value:8}")
     show(judgement)
     print(f"The {'fitted' if better else 'shipped'} constants are better.")
+    error = round(library_error(every, library), 3)
+    print(f"Stock: {library}, mean error {error}; shipped: {gemm_times.LIBRARY}")
     if arguments.json is not None:
         result = {**HEAD, "constants": constants, "fitted": flat(fitted), "judgement": judgement}
+        result |= {"library": asdict(library), "library_error": error}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -1,19 +1,11 @@
-"""Corrections of estimated gains for how many multiprocessors of a device a problem keeps busy.
-
-Multiprocessors run thread blocks in waves, and the last wave may be nearly empty (wave quantization). Sizes
-that differ little may differ by a wave. A kernel with few thread blocks leaves multiprocessors idle.
-"""
+"""Corrections of estimated gains for attentions whose thread blocks leave multiprocessors idle."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-#: Tiles of a GEMM's result: those of the kernels for many rows, and all that the library has.
-OWN_TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (64, 64))
-LIBRARY_TILES = (*OWN_TILES, (192, 192), (192, 128), (128, 192), (256, 192), (320, 128), (256, 64))
 #: Queries, or keys in the backward, of a thread block of SDPA's kernels.
 BLOCK = 128
 #: Keys that a thread block reads in the time of a launch, about 6 us on an H100: with head dim 64 cuDNN's
@@ -22,34 +14,6 @@ BLOCK = 128
 LAUNCH_CUDNN, LAUNCH_EFFICIENT = 512, 64
 #: The share of a correction that is applied: half of it has the least error on rows that were left out.
 SHOWN = 0.5
-
-
-@functools.lru_cache(maxsize=4096)  # an estimate asks for each row of a table
-def wave_quantization(results: tuple[tuple[int, int], ...], processors: int) -> float:
-    """What a grouped GEMM gains over single ones because its tiles fill the waves better.
-
-    2,048 x 2,304 results are 144 tiles of 128 x 256, which is one more wave than 132 multiprocessors take at
-    once, and 132 tiles of 192 x 192, which the library has.
-
-    Args:
-        results: rows and columns of each.
-        processors: multiprocessors of the device.
-
-    Returns:
-        The logarithm of a speedup; negative where the library fills the device better.
-    """
-
-    def time(results: Sequence[tuple[int, int]], tiles: Sequence[tuple[int, int]]) -> float:
-        found = []
-        for m, n in tiles:
-            count = sum(-(-rows // m) * -(-columns // n) for rows, columns in results)
-            # A tile reads so much for each result: a small one is limited by that.
-            reads = max(1.0, (m + n) / (m * n) * (128 * 256) / (128 + 256))
-            found.append(-(-count // processors) * m * n * math.sqrt(reads))
-        return min(found)
-
-    single = sum(time([result], LIBRARY_TILES) for result in results)
-    return SHOWN * math.log(single / time(results, OWN_TILES))
 
 
 def idle_multiprocessors(row: Mapping[str, Any], kernel: str, processors: int) -> float:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .occupancy import BLOCK, idle_multiprocessors, wave_quantization
+from .gemm_times import of_row, speedup
+from .occupancy import BLOCK, idle_multiprocessors
 from .schema import (
     ACCUMULATE,
     BLOCK_MM,
@@ -72,8 +73,9 @@ class Section:
         each: the same for each doubling of distance.
         gains: whether rows have gains; else they have only tiles.
         untuned: the logarithm of what a configuration that is not measured loses of an estimated gain.
-        fills: what a kernel gains by how it fills a device, given a problem, the kernel and the number of
-            multiprocessors: a logarithm, which estimates correct the gains of rows by.
+        fills: what a kernel gains as a model of its time has it, such as by how it fills a device, given a
+            problem, the kernel and the number of multiprocessors: a logarithm, which estimates correct the
+            gains of rows by.
     """
 
     name: str
@@ -211,10 +213,7 @@ def _untuned(row: Row) -> float:
 def _block_fills(row: Row, kernel: str, processors: int) -> float:
     if row["tokens"] <= FEW_ROWS:
         return 0.0
-    columns = row["outer" if "outer" in row else "n"]
-    # The rows of the gradient of a weight are not tokens.
-    rows = row["m"] if row.get("kind") == "shared_b" else [row["tokens"]] * len(columns)
-    return wave_quantization(tuple(zip(rows, columns, strict=True)), processors)
+    return speedup(of_row(row), processors)
 
 
 def _padded(ranks: Sequence[int]) -> int:
@@ -314,7 +313,8 @@ SECTIONS: Mapping[str, Section] = {
                 dtype=is_dtype, adapters=is_dtype, layout=is_layout, tokens=is_size,
             ),
             _lora_same, _lora_sizes, (1.0,) * 5, may=_TF32, measured=_GAIN, needed=("gain",),
-            fills=_block_fills,
+            # Skinny GEMMs take the rest of the time.
+            fills=lambda row, kernel, processors: _block_fills(row, kernel, processors) / 2,
         ),
         Section(
             "lora_sums",

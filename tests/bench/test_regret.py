@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Of each section of the H200's table, one width left out: the share of the gain that is kept at least.
 #: Of linears 3% of each gain are taken off, because their configurations are not measured.
 KEPT = {
-    "attention": 0.91, "block_mm": 0.89, "lora": 0.97, "lora_sums": 0.97, "lora_dropout": 0.96,
+    "attention": 0.92, "block_mm": 0.94, "lora": 0.97, "lora_sums": 0.97, "lora_dropout": 0.96,
     "narrow_mm": 0.97,
 }  # fmt: skip
 
@@ -34,7 +34,7 @@ def test_widths_left_out(left_out: dict[str, dict[str, Any]]) -> None:
     for section, least in KEPT.items():
         assert left_out[section]["kept"] >= least, section
         # In training of small attentions times are those of launches, and vary.
-        slow = 10 if section == "attention" else 2
+        slow = 10 if section == "attention" else 0
         assert left_out[section]["below_0.98"] <= slow, section
 
 
@@ -57,8 +57,7 @@ def test_same_capability_keeps_nearly_all() -> None:
     """An H100's problems, decided from the H200's rows alone and judged by its own."""
     found = {name: tables.load(name) or Table({}) for name in tables.names()}
     loss = regret.devices_left_out(found, "nvidia_h100_80gb_hbm3")["block_mm"].to_json()
-    # A sum of odd widths and an odd number of tokens is 0.93 of stock, a linear 0.96.
-    assert loss["rows"] >= 300 and loss["kept"] >= 0.94 and loss["below_0.98"] <= 2 and loss["worst"] > 0.93
+    assert loss["rows"] >= 300 and loss["kept"] >= 0.94 and loss["worst"] > 0.98
 
 
 def test_a_row_that_loses_counts() -> None:

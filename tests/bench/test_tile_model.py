@@ -10,6 +10,7 @@ import pytest
 from bench import tile_model, tune_projections
 from inductor_fusions.block_mm import cost
 from inductor_fusions.block_mm.configurations import Config
+from inductor_fusions.decisions.gemm_times import LIBRARY, Library
 
 FILE = json.loads((tile_model.RESULTS / "tile_model.json").read_text())
 
@@ -30,14 +31,15 @@ def test_constants_are_those_of_the_file() -> None:
     """Written by python -m bench.tile_model --json bench/results/tile_model.json."""
     assert FILE["constants"] == tile_model.flat(cost.CONSTANTS)
     assert tile_model.constants_of(FILE["constants"]) == cost.CONSTANTS
+    assert Library(**FILE["library"]) == LIBRARY and FILE["library_error"] < 0.1
 
 
 @pytest.mark.parametrize("name", tile_model.TIMED)
 def test_choices_without_the_width(name: str, judgement: Any) -> None:
-    """The nearest problem's configurations would take 14% and 11% longer than the fastest ones."""
+    """The nearest problem's configurations would take 12% and 10% longer than the fastest ones."""
     nearest, chosen = (judgement[name]["ways"][way] for way in ("nearest", "shipped"))
     assert chosen["mean"] <= 0.045 < 0.1 <= nearest["mean"] and chosen["most"] < 0.4
-    assert chosen["kept"] >= nearest["kept"] + 0.08 and chosen["below_0.98"] == 0 < nearest["below_0.98"]
+    assert chosen["kept"] >= nearest["kept"] + 0.2 and chosen["below_0.98"] == 0 < nearest["below_0.98"]
 
 
 def test_file_is_current(judgement: Any) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from inductor_fusions.decisions import bracket, estimating
 from inductor_fusions.decisions.estimating import Nearby
-from inductor_fusions.decisions.occupancy import idle_multiprocessors, wave_quantization
+from inductor_fusions.decisions.gemm_times import Gemms, of_row, speedup
+from inductor_fusions.decisions.occupancy import idle_multiprocessors
 
 
 def test_bracket() -> None:
@@ -48,13 +49,35 @@ def test_estimate_from_two_devices() -> None:
     assert found is not None and found.rows == (0, 1) and found.mean > 0.1
 
 
-def test_wave_quantization() -> None:
-    """0 for a full device; negative where the library's tiles fill it better."""
-    assert wave_quantization(((8192, 8192),), 132) == pytest.approx(0.0, abs=0.02)
-    square = wave_quantization(((2048, 2048),), 132)
-    assert wave_quantization(((2048, 2304),), 132) < -0.2 < square == 0.0
+def test_speedup_of_gemms() -> None:
+    """What the models of times say: of full devices, of one wave more, of products together, of memory."""
+
+    def gain(*products: tuple[int, int, int], passes: int = 0) -> float:
+        return speedup(Gemms(products, tuple(range(len(products))), passes), 132)
+
+    assert gain((8192, 8192, 8192)) == pytest.approx(gain((16384, 8192, 8192)), abs=0.02)
+    # 144 tiles of 128 x 256 are a wave more than 132 multiprocessors take, and the library has 192 x 192.
+    assert gain((2048, 2304, 4096)) < gain((2048, 2048, 4096)) - 0.2
     # Three gradients of weights with a quarter of a wave each: together they take the time of one.
-    assert wave_quantization(((768, 768),) * 3, 132) > 0.2
+    assert gain(*[(768, 768, 4096)] * 3) > gain((768, 768, 4096)) + 0.5
+    # An activation behind a product is memory that stock reads and writes once more: the more, the less K.
+    assert gain((8192, 4096, 512), passes=2) - gain((8192, 4096, 512)) > 0.2
+    assert gain((8192, 4096, 8192), passes=2) - gain((8192, 4096, 8192)) < 0.1
+
+
+def test_gemms_of_rows() -> None:
+    """Products of one result are added; gradients of weights have rows and columns of their own."""
+    row = {"n": [1024], "m": None, "k": [4096, 512], "tokens": 300}
+    assert of_row({**row, "kind": "sum"}) == Gemms(((300, 1024, 4096), (300, 1024, 512)), (0, 0))
+    gated = {**row, "kind": "gated", "n": [1024] * 2, "k": [512] * 2}
+    assert of_row(gated) == Gemms(((300, 1024, 512),) * 2, (0, 1), 3)
+    gradients = {"kind": "shared_b", "n": [512, 512], "m": [1024, 256], "k": None, "tokens": 300}
+    assert of_row(gradients) == Gemms(((1024, 512, 300), (256, 512, 300)), (0, 1))
+    adapted = {"inner": [512], "outer": [1024, 64], "tokens": 300}
+    assert of_row(adapted) == Gemms(((300, 1024, 512), (300, 64, 512)), (0, 1))
+    assert of_row({**adapted, "inner": [512, 64], "outer": [1024]}).groups == (0, 0)
+    mixed = {**row, "kind": "mixed", "n": [1024, 64], "k": [512, 16, 512], "groups": [0, 0, 1]}
+    assert of_row(mixed) == Gemms(((300, 1024, 512), (300, 1024, 16), (300, 64, 512)), (0, 0, 1))
 
 
 def test_idle_multiprocessors() -> None:

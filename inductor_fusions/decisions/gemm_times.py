@@ -1,0 +1,196 @@
+"""How long GEMMs take on a Hopper GPU: waves of tiles, and what each tile and each launch cost.
+
+One tile more than multiprocessors doubles the time (wave quantization), so that sizes that differ little may
+differ by a wave. Tiles are chosen by the model of the package's kernels (`block_mm/cost.py`). Beside a model
+of what stock does, it says by how much gains of nearby problems differ (`speedup`).
+`python -m bench.tile_model` fits the constants of both to the times in bench/results/projections_*.json.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+#: Microseconds for one element of K of a tile of 128 x 256, if a multiprocessor multiplied at its full rate.
+STEP = 0.01
+#: The results of a tile of that size.
+AREA = 128 * 256
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Of the package's kernels.
+
+    Attributes:
+        slowness: what tiles lose, by their rows and columns: small ones read more for each result.
+        slowest: the same of tiles that are not listed.
+        latency: microseconds for one step of K that no tile goes below, because loads take that long.
+        launch, start, store: microseconds of a launch, of each tile, and of storing a tile of 128 x 256, by
+            template. A persistent kernel makes descriptors of its bulk copies first, and stores a tile while
+            it multiplies the next.
+    """
+
+    slowness: Mapping[tuple[int, int], float]
+    slowest: float
+    latency: float
+    launch: Mapping[str, float]
+    start: Mapping[str, float]
+    store: Mapping[str, float]
+
+
+CONSTANTS = Constants(
+    slowness={
+        (128, 256): 1.08, (256, 128): 1.19, (128, 128): 1.28, (64, 256): 1.29, (128, 192): 1.3,
+        (64, 192): 1.54, (64, 128): 1.67, (128, 96): 1.69, (128, 64): 1.7, (64, 96): 2.22, (64, 64): 2.22,
+    },
+    slowest=3.49,
+    latency=0.221,
+    launch={"persistent": 4.45, "tiled": 0.299},
+    start={"persistent": 0.284, "tiled": 1.17},
+    store={"persistent": 1.3, "tiled": 3.04},
+)  # fmt: skip
+#: Results up to which a multiprocessor works at two tiles at once, by template.
+TWO_AT_ONCE = {"persistent": 128 * 128, "tiled": 64 * 128}
+#: Elements of K that a kernel multiplies in a step.
+STEP_OF_K = 64
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a configuration has to do for a problem.
+
+    Attributes:
+        tile: rows and columns; of a gated pair the columns of both.
+        inner: the mean of K of a tile, in whole steps.
+        depth: K of a step.
+        each: tiles of the multiprocessor that has most of them.
+        together: thread blocks that a multiprocessor has room for.
+    """
+
+    template: str
+    tile: tuple[int, int]
+    inner: float
+    depth: int
+    each: int
+    together: int
+
+    def microseconds(self, by: Constants) -> float:
+        """The time, as the model has it."""
+        area = self.tile[0] * self.tile[1] / AREA
+        step = STEP * by.slowness.get(self.tile, by.slowest) * area
+        ends = by.start[self.template] + by.store[self.template] * area
+        full, rest = divmod(self.each, self.together)
+        time = full * (max(self.together * step, by.latency / self.depth) * self.inner + ends)
+        time += (max(rest * step, by.latency / self.depth) * self.inner + ends) if rest else 0.0
+        return by.launch[self.template] + time
+
+
+@dataclass(frozen=True)
+class Library:
+    """Of stock: products of the library, and pointwise kernels behind them.
+
+    Attributes:
+        launch: microseconds of a product beside its tiles.
+        slowness: what its tiles lose, of any size.
+        store: microseconds of storing a tile of 128 x 256.
+        bandwidth: megabytes that pointwise kernels read and write in a microsecond.
+    """
+
+    launch: float
+    slowness: float
+    store: float
+    bandwidth: float
+
+
+LIBRARY = Library(launch=3.0, slowness=1.16, store=0.498, bandwidth=2.89)
+#: Rows and columns of the library's tiles.
+LIBRARY_TILES = (
+    (128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (64, 64), (192, 192), (192, 128), (128, 192),
+    (256, 192), (320, 128), (256, 64),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Gemms:
+    """GEMMs that one kernel computes, and stock one after the other.
+
+    Attributes:
+        products: rows, columns and K of each.
+        groups: of each, which result it belongs to: products of one are added.
+        passes: how many results of the first one's size the pointwise kernel behind them reads and writes.
+    """
+
+    products: tuple[tuple[int, int, int], ...]
+    groups: tuple[int, ...]
+    passes: int = 0
+
+    def stock(self, processors: int, by: Library = LIBRARY) -> float:
+        """Microseconds that stock takes for all."""
+        (rows, columns, _), *_ = self.products
+        megabytes = 2 * rows * columns / 1e6 / by.bandwidth  # of 16 bits each
+        passes = self.passes + len(self.products) - self.groups[-1] - 1  # products of one result are added
+        return passes * megabytes + sum(_library(product, processors, by) for product in self.products)
+
+    def grouped(self, processors: int) -> float:
+        """Microseconds of the package's kernel, with the fastest tile."""
+        inner = [0] * (self.groups[-1] + 1)
+        sizes: dict[int, tuple[int, int]] = {}
+        for group, (rows, columns, k) in zip(self.groups, self.products, strict=True):
+            inner[group] += k
+            sizes[group] = rows, columns
+        found = []
+        for m, n in CONSTANTS.slowness:
+            counts = [-(-rows // m) * -(-columns // n) for rows, columns in sizes.values()]
+            each = -(-sum(counts) // processors)
+            depth = sum(count * inner[group] for group, count in zip(sizes, counts, strict=True))
+            for template, most in TWO_AT_ONCE.items():
+                work = Work(template, (m, n), depth / sum(counts), STEP_OF_K, each, 2 if m * n <= most else 1)
+                found.append(work.microseconds(CONSTANTS))
+        return min(found)
+
+
+def _library(product: tuple[int, int, int], processors: int, by: Library) -> float:
+    rows, columns, k = product
+
+    def time(m: int, n: int) -> float:
+        waves = -(-(-(-rows // m) * -(-columns // n)) // processors)
+        return waves * m * n / AREA * (STEP * by.slowness * k + by.store)
+
+    return by.launch + min(time(m, n) for m, n in LIBRARY_TILES)
+
+
+def of_row(row: Mapping[str, Any]) -> Gemms:
+    """The GEMMs of a problem of "block_mm", and of one of "lora" without its adapters."""
+    tokens = row["tokens"]
+    if "outer" in row:  # linears that share an input, or whose results are added
+        (first, *_), count = row["outer"], len(row["inner"])
+        if count > 1:
+            return Gemms(tuple((tokens, first, k) for k in row["inner"]), (0,) * count)
+        products = tuple((tokens, n, row["inner"][0]) for n in row["outer"])
+        return Gemms(products, tuple(range(len(products))))
+    kind, columns = row["kind"], row["n"]
+    if kind == "shared_b":  # gradients of weights, whose rows are not tokens
+        products = tuple((m, n, tokens) for m, n in zip(row["m"], columns, strict=True))
+        return Gemms(products, tuple(range(len(products))))
+    count = len(row["k"])
+    groups = (
+        tuple(row["groups"]) if kind == "mixed" else (0,) * count if kind == "sum" else tuple(range(count))
+    )
+    products = tuple((tokens, columns[group], k) for group, k in zip(groups, row["k"], strict=True))
+    return Gemms(products, groups, 3 if kind == "gated" else 2 if row.get("activation") else 0)
+
+
+@functools.lru_cache(maxsize=4096)  # an estimate asks for each row of a table
+def speedup(gemms: Gemms, processors: int) -> float:
+    """What one kernel gains over stock, as the models have it: a logarithm.
+
+    2,048 x 2,304 results are 144 tiles of 128 x 256, which is one more wave than 132 multiprocessors take at
+    once, and 132 tiles of 192 x 192, which the library has.
+
+    Args:
+        processors: multiprocessors of the device.
+    """
+    return math.log(gemms.stock(processors) / gemms.grouped(processors))

@@ -25,6 +25,8 @@ FACTOR = 2.0
 #: plus so many eps of its dtype: sums of terms that cancel, and backwards that compute the weights anew.
 SLACK = {torch.float32: 64.0, torch.float64: 64.0}
 SLACK_OF_HALF = 4.0
+#: The same where a gradient vanishes, of the largest tensor: with one key, flex attention's dQ is rounding.
+SLACK_OF_CANCELLED = 4.0
 #: A gradient this small beside the largest tensor is nothing but rounding.
 VANISHING = 1e-6
 #: Of incoming gradients: as the outputs, dims in front exchanged, dims behind exchanged.
@@ -252,7 +254,8 @@ class _Judged:
             noise = self.noise[name]
             if name.startswith("gradient") and _norm(z) <= VANISHING * whole:
                 noise = max(noise, worst * whole)
-                slack = max(slack, torch.finfo(x.dtype).eps * whole)
+                # Terms that cancel are products of tensors as large as that: dO * v and dO * O, times k.
+                slack = max(slack, SLACK_OF_CANCELLED * torch.finfo(x.dtype).eps * whole)
             error = float((y - z).norm())
             if not error <= FACTOR * noise + slack:
                 budget = FACTOR * noise + slack

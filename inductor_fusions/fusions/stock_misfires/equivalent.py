@@ -40,11 +40,11 @@ class EquivalentRewrite(Candidate):
         self.anchor.graph.erase_node(self.anchor)
 
     def behind(self, node: fx.Node, of: Callable[[fx.Node], bool]) -> None:
-        """Views behind `node`, which cost nothing and which no pattern has, for those of its users.
+        """Put views, which no pattern has and which cost nothing, between `node` and some of its users.
 
-        What Inductor's other patterns look for in front of a softmax stays together: a factor of the scores
-        becomes (x - max) * factor (`mul_softmax_pattern`). Without it, a multiply-add rounds
-        x * factor - max, which is inf where all scores of a row are as large as those of a mask.
+        A factor of the scores stays in front of the softmax, where Inductor makes (x - max) * factor of it
+        (`mul_softmax_pattern`). In x * factor - max, a multiply-add leaves out a rounding: the weights are
+        inf where all scores of a row are as large as those of a mask.
         """
         builder = Builder(node.next, like=node, kept=tuple(node.meta))
         opened = builder.call("unsqueeze", node, 0)

@@ -172,6 +172,23 @@ def test_divisor(name: str) -> None:
     assert len(run.fused) == (not name.startswith("by sqrt(head_dim)"))
 
 
+@rewritten
+def test_divided_input() -> None:
+    """A bias of the caller that is divided as well: the placeholders of the graph stay together."""
+
+    def scores(b: Any, q: Any, k: Any, v: Any) -> Any:
+        return torch.softmax(b / 2.0 + q @ k.mT / 3.0, -1) @ v
+
+    inputs = four(8)
+    ignored = mock.patch.object(stock_misfires, "patterns_ignore_the_scale", lambda: True)
+    with ignored, config.patch(attention=False):
+        run = testing.capture(scores, *inputs, backend=testing.EAGER_AFTER_PASSES)
+    assert relative(run.outputs, scores(*[x.detach().double() for x in inputs])) < 1e-6
+    assert len(run.fused) == 2
+    ops = [node.op for node in run.graphs[0].graph.nodes]
+    assert ops == sorted(ops, key=lambda op: op != "placeholder")
+
+
 #: Versions of torch whose patterns raise at a tensor, and those that were seen not to.
 RAISE, READ = ("2.12", "2.13", "2.14"), ("2.15",)
 

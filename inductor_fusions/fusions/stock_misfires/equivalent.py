@@ -42,11 +42,15 @@ class EquivalentRewrite(Candidate):
     def behind(self, node: fx.Node, of: Callable[[fx.Node], bool]) -> None:
         """Put views, which no pattern has and which cost nothing, between `node` and some of its users.
 
+        The node is the anchor, or an operand that the anchor gets through the views.
+
         A factor of the scores stays in front of the softmax, where Inductor makes (x - max) * factor of it
         (`mul_softmax_pattern`). In x * factor - max, a multiply-add leaves out a rounding: the weights are
         inf where all scores of a row are as large as those of a mask.
         """
-        builder = Builder(node.next, like=node, kept=tuple(node.meta))
+        anchor = self.anchor
+        before = anchor.next if node is anchor else anchor
+        builder = Builder(before, like=anchor, kept=tuple(anchor.meta))
         opened = builder.call("unsqueeze", node, 0)
         closed = builder.call("squeeze", opened, 0)
         node.replace_all_uses_with(closed, lambda user: user is not opened and of(user))

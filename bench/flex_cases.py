@@ -71,7 +71,7 @@ def cuda_rows() -> list[Row]:
     found += row(2, 32, 32, 2048, 128, "alibi causal+pad")
     found += row(2, 32, 32, 2048, 128, "alibi causal")
     found += row(1, 32, 8, 32768, 128, "causal+window", 1024)
-    # Beside shapes that no other was near.
+    # Near shapes that had no neighbour.
     found += row(1, 32, 8, 4096, 64, "causal+document")
     found += row(1, 32, 8, 16384, 64, "causal+document")
     found += row(1, 32, 8, 4096, 128, "causal+document")

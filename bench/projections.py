@@ -132,7 +132,7 @@ def _odd_widths() -> list[Row]:
         (3072, 12288, "gelu_tanh"), (512, 2048, "silu"),
     ):  # fmt: skip
         rows += [Row("linear", m, (width,), (hidden,), activation=activation) for m in ODD]
-    # Beside widths that no other is near: Llama-3.2 3B, Qwen2.5 1.5B, T5 large, ViT-H, OPT 1.3B, ViT-g.
+    # Near widths that had no neighbour: Llama-3.2 3B, Qwen2.5 1.5B, T5 large, ViT-H, OPT 1.3B, ViT-g.
     for width, hidden, activation in ((3072, 8192, "silu"), (1536, 8960, "silu"), (1024, 2816, "gelu_tanh")):
         rows += [Row("gated", m, (width,), (hidden,) * 2, activation=activation) for m in (128, *FEW)]
     for width, hidden, activation in ((1280, 5120, "gelu"), (2048, 8192, "relu"), (768, 3072, "silu")):

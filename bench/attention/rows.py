@@ -123,11 +123,11 @@ def cuda_rows() -> list[Row]:
     masks = ["none", "causal", "pad", "bias", "bias_full", "bias_batch", "bool4d"]
     rows += rows_of(wide, masks, "float32", [False])
     rows += rows_of([(1, 16, 2048, 64), (8, 8, 1024, 32)], ["causal"], "float32", [True])
-    return list(dict.fromkeys(rows + few_queries_or_keys() + lonely()))
+    return list(dict.fromkeys(rows + few_queries_or_keys() + neighbours()))
 
 
-def lonely() -> list[Row]:
-    """Shapes beside those that no other was near, so that each can be estimated from the others."""
+def neighbours() -> list[Row]:
+    """Shapes near those that had no neighbour, so that each can be estimated from the others."""
     rows = rows_of([(256, 12, 64, 64)], ["none", "causal", "pad", "bias"])
     rows += rows_of([(2, 12, 64, 64), (2, 12, 160, 64)], ["none", "pad", "bias"])
     rows += rows_of([(256, 12, 128, 64), (16, 12, 128, 64)], ["none", "pad", "bias", "bias_batch"])

@@ -176,9 +176,7 @@ def of_row(row: Mapping[str, Any]) -> Gemms:
         products = tuple((m, n, tokens) for m, n in zip(row["m"], columns, strict=True))
         return Gemms(products, tuple(range(len(products))))
     count = len(row["k"])
-    groups = (
-        tuple(row["groups"]) if kind == "mixed" else (0,) * count if kind == "sum" else tuple(range(count))
-    )
+    groups = tuple(row.get("groups") or ((0,) * count if kind == "sum" else range(count)))
     products = tuple((tokens, columns[group], k) for group, k in zip(groups, row["k"], strict=True))
     return Gemms(products, groups, 3 if kind == "gated" else 2 if row.get("activation") else 0)
 

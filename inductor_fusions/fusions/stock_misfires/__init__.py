@@ -82,7 +82,7 @@ def read(scope: Scope, match: Match) -> Iterator[Candidate]:
         divisions += divided(node, product, patterns_ignore_the_scale())
         yield from permuted(product, output)
         if not over_keys:
-            yield Sum(node, source, dims) if name_of(node) == "sum" else Softmax(node, source, dims[0])
+            yield Sum(node, source, dims) if name_of(node) == "sum" else Softmax(node, dims[0])
     if over_keys and not is_body(scope.graph):
         yield from returned(output)
     yield from divisions

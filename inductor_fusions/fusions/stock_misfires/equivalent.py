@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -39,21 +38,24 @@ class EquivalentRewrite(Candidate):
         self.anchor.replace_all_uses_with(result)
         self.anchor.graph.erase_node(self.anchor)
 
-    def behind(self, node: fx.Node, of: Callable[[fx.Node], bool]) -> None:
-        """Put views, which no pattern has and which cost nothing, between `node` and some of its users.
-
-        The node is the anchor, or an operand that the anchor gets through the views.
+    def put_views(self, operand: fx.Node | None = None) -> None:
+        """Put views, which no pattern has and which cost nothing, between the anchor and its users.
 
         A factor of the scores stays in front of the softmax, where Inductor makes (x - max) * factor of it
         (`mul_softmax_pattern`). In x * factor - max, a multiply-add leaves out a rounding: the weights are
         inf where all scores of a row are as large as those of a mask.
+
+        Args:
+            operand: put them between it and the anchor instead.
         """
         anchor = self.anchor
-        before = anchor.next if node is anchor else anchor
+        node, before = (anchor, anchor.next) if operand is None else (operand, anchor)
         builder = Builder(before, like=anchor, kept=tuple(anchor.meta))
         opened = builder.call("unsqueeze", node, 0)
         closed = builder.call("squeeze", opened, 0)
-        node.replace_all_uses_with(closed, lambda user: user is not opened and of(user))
+        users = [user for user in node.users if user is not opened and user.op != "output"]
+        for user in users if operand is None else (anchor,):
+            user.replace_input_with(node, closed)
 
     def dtype_option(self) -> dict[str, Any]:
         """`dtype=` where the result has another dtype than the input."""

@@ -20,12 +20,12 @@ REDUCTIONS = ("softmax", "_softmax", "sum")
 class Softmax(EquivalentRewrite):
     """A softmax that is not over the last dim."""
 
-    def __init__(self, anchor: fx.Node, source: Any, dim: int) -> None:
-        super().__init__(anchor, source)
+    def __init__(self, anchor: fx.Node, dim: int) -> None:
+        super().__init__(anchor, None)
         self.dim = dim
 
     def rewrite(self) -> str:
-        self.behind(self.anchor, lambda user: user.op != "output")
+        self.put_views()
         return f"views behind the softmax over dim {self.dim}"
 
 

@@ -67,9 +67,9 @@ class Divisor(EquivalentRewrite):
 
     def rewrite(self) -> str:
         if self.of_scores:
-            self.behind(self.source, lambda user: user is self.anchor)
+            self.put_views(self.source)
             return "views in front of a division"
-        self.behind(self.anchor, lambda user: user.op != "output")
+        self.put_views()
         return "views behind a division"
 
 

@@ -28,31 +28,32 @@ SAME_KIND = {
     "bool4d": "bias_batch",
     "full_grad": "bias_full_grad",
 }
+#: Wall times whose interquartile range is more than this share of their median say nothing.
+UNSTEADY = 0.5
 SHAPE = ("batch", "heads", "q_len", "kv_len", "head_dim", "dtype", "mask", "train")
 
 
 def gains(row: dict[str, Any]) -> dict[str, float]:
     """Stock's time over that of each kernel, the worse of wall time and device time; 0 where it is wrong.
 
-    Those of flex attention and of row_bias less their spread: what may be chance counts as level.
+    A kernel is left out if only unsteady wall times say something about it. Gains of flex attention and of
+    row_bias are reduced by their spread: what may be chance counts as level.
     """
     found: dict[str, float] = {}
     for kernel in KERNELS:
         # In inference SDPA's own choice is the one that counts; the backward is where they differ.
         if kernel == "efficient" and not row["train"]:
             continue
-        ratios = []
-        for times in (row["times_us"], device_times(row)):
-            if "unfused" in times and kernel in times:
-                ratios.append(times["unfused"] / times[kernel])
-        # These are measured beside compiling processes: a gain within the spread is none.
-        spread = row.get("spread") if kernel in ("flex", "row_bias") else None
-        doubt = 1 - min(0.5, max((spread or {}).get(name, 0.0) for name in ("unfused", kernel)))
+        spread = max(row.get("spread", {}).get(name, 0.0) for name in ("unfused", kernel))
+        clocks = [device_times(row)] + [row["times_us"]] * (spread <= UNSTEADY)
+        ratios = [times["unfused"] / times[kernel] for times in clocks if {"unfused", kernel} <= {*times}]
         if kernel in row.get("wrong", {}):
             found[kernel] = 0.0  # over the error budget at this shape: never taken near it
         elif ratios:
             ratio = min(ratios)
-            found[kernel] = round(ratio if ratio < 1 else max(1.0, ratio * doubt), 3)
+            # These are measured beside compiling processes: a gain within the spread is none.
+            doubt = spread if kernel in ("flex", "row_bias") else 0.0
+            found[kernel] = round(ratio if ratio < 1 else max(1.0, ratio * (1 - doubt)), 3)
     return found
 
 

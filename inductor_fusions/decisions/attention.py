@@ -12,7 +12,8 @@ from . import tables
 from .deciding import Decision, Query, asked, decide
 from .devices import sources
 from .estimating import distance
-from .problems import SECTIONS, Row, half
+from .problems import SECTIONS, Row
+from .schema import half
 
 #: Rows further than this say nothing of the tiles of a backward in chunks.
 REACH = 3.0

@@ -6,13 +6,12 @@ reports. A row is a JSON object; a problem that is asked for has the same column
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import attention_rows
 from .gemm_times import of_row, speedup
-from .occupancy import BLOCK, idle_multiprocessors
 from .schema import (
     ACCUMULATE,
     BLOCK_MM,
@@ -20,6 +19,9 @@ from .schema import (
     DECODE_ATTENTION,
     NARROW,
     Check,
+    are_grouped,
+    equally_long,
+    half,
     is_count,
     is_dtype,
     is_flag,
@@ -44,8 +46,6 @@ NARROWEST = 16
 FEW_ROWS = 64
 #: Rows up to which kernels multiply without tensor cores.
 SINGLE_ROWS = 4
-#: Queries up to which an attention is compared only with others of few queries.
-FEW_QUERIES = 16
 
 
 def padded(size: int, least: int = NARROWEST) -> int:
@@ -66,6 +66,7 @@ class Section:
         same: what two problems must agree in to be comparable at all.
         sizes: positive numbers whose ratios give the distance of two problems; the number of tokens is last.
         weights: the weight of a doubling of each size.
+        agree: whether the columns of a row that are lists fit together.
         along: the column with the number of tokens, rows or samples.
         reach: problems at a larger distance say nothing about each other.
         margin: a kernel is chosen if its gain is at least this; below 1 if it saves memory.
@@ -83,6 +84,7 @@ class Section:
     same: Callable[[Row], tuple[Hashable, ...]]
     sizes: Callable[[Row], tuple[float, ...]]
     weights: tuple[float, ...]
+    agree: Callable[[Row], bool] = lambda row: True
     along: str = "tokens"
     reach: float = 6.0
     margin: float = MARGIN
@@ -109,6 +111,9 @@ class Section:
                 raise ValueError(f"unknown column {name}")
             if not known[name](value):
                 raise ValueError(f"{name} = {value!r} is invalid")
+        if not self.agree(row):
+            lists = ", ".join(f"{name} = {value}" for name, value in row.items() if type(value) is list)
+            raise ValueError(f"the lists do not fit together: {lists}")
 
     def value(self, row: Row, name: str) -> Any:
         """The value of a row in a column, or what a missing column stands for."""
@@ -129,44 +134,12 @@ class Section:
         return self.key(row) == self.key(other) and self.sizes(row) == self.sizes(other)
 
 
-def half(dtype: str) -> str:
-    """One name for the dtypes of 16 bits, which cost the same."""
-    return "half" if dtype in ("float16", "bfloat16") else dtype
-
-
 def _canonical(name: str, value: Any) -> Hashable:
     if isinstance(value, list):
         return tuple(_canonical(name, item) for item in value)
     if name in ("rank", "ranks"):
         return padded(value)
     return half(value) if isinstance(value, str) else value
-
-
-def _attention_same(row: Row) -> tuple[Hashable, ...]:
-    # For wide heads SDPA's backward is flash attention in place of cuDNN.
-    wide = row["train"] and row["head_dim"] > 128
-    # Few queries leave most of a tile empty: with 16 keys, one takes efficient attention 8 times as long. Few
-    # beside many keys have hardly more scores than k and v have elements. In the backward, tiles are of keys.
-    tiled = min(row["q_len"], row["kv_len"] if row["train"] else row["q_len"])
-    longest = max(row["q_len"], row["kv_len"])
-    few = row["q_len"] <= FEW_QUERIES or (tiled <= BLOCK // 4 and longest >= BLOCK)
-    mask = "bias" if row["mask"] in _BIASES else row["mask"]
-    return half(row["dtype"]), mask, row["train"], wide, few, row.get("tf32", False)
-
-
-#: Masks that vary over queries are read alike: each doubling stands for a dim more over which they vary.
-_BIASES = {"bias_batch": 1.0, "bias": 2.0, "bias_full": 4.0}
-
-
-def _attention_sizes(row: Row) -> tuple[float, ...]:
-    varies = _BIASES.get(row.get("mask", ""), 1.0)
-    return varies, row["q_len"], row["kv_len"], row["head_dim"], row["batch"] * row["heads"]
-
-
-def _attention_doubt(row: Row) -> float:
-    """Times vary if launches take as long as kernels, most of all in training, which has more launches."""
-    scores = math.log2(row["batch"] * row["heads"] * row["q_len"] * row["kv_len"])
-    return (0.06 if row["train"] else 0.02) * max(0.0, 24.0 - scores)
 
 
 def _adapter_products(row: Row) -> list[int]:
@@ -268,9 +241,8 @@ SECTIONS: Mapping[str, Section] = {
                 batch=is_size, heads=is_size, q_len=is_size, kv_len=is_size, head_dim=is_size, dtype=is_dtype,
                 mask=is_text, train=is_flag,
             ),
-            _attention_same, _attention_sizes, (1.0, 1.0, 0.5, 1.0, 0.5), along="", reach=8.0,
-            doubt=_attention_doubt, each=0.05, fills=idle_multiprocessors,
-            may=_TF32,
+            attention_rows.same, attention_rows.sizes, (1.0, 1.0, 0.5, 1.0, 0.5), along="", reach=8.0,
+            doubt=attention_rows.doubt, each=0.05, fills=attention_rows.idle_multiprocessors, may=_TF32,
             measured=dict(
                 gain=is_gains, options=is_options, gemm_backward=is_count, visible=is_gain,
             ),
@@ -301,7 +273,7 @@ SECTIONS: Mapping[str, Section] = {
                 layout=list_of(lambda v: v in ("nn", "nt", "tn", "tt")), dtype=is_dtype, tokens=is_size,
             ),
             _block_same, _block_sizes, (1.0, 0.7, 0.7, 2.0, 2.0, 0.5, 1.0, 0.7), reach=4.0,
-            untuned=_untuned, fills=_block_fills,
+            agree=are_grouped, untuned=_untuned, fills=_block_fills,
             may={"activation": (is_text, ""), "groups": (list_of(is_count), [])},
             measured={"gain": is_gain, "config": maybe(BLOCK_MM), "capability": list_of(is_count)},
             needed=("gain", "config"),
@@ -313,6 +285,7 @@ SECTIONS: Mapping[str, Section] = {
                 dtype=is_dtype, adapters=is_dtype, layout=is_layout, tokens=is_size,
             ),
             _lora_same, _lora_sizes, (1.0,) * 5, may=_TF32, measured=_GAIN, needed=("gain",),
+            agree=equally_long("outer", "ranks"),
             # Skinny GEMMs take the rest of the time.
             fills=lambda row, kernel, processors: _block_fills(row, kernel, processors) / 2,
         ),
@@ -323,6 +296,7 @@ SECTIONS: Mapping[str, Section] = {
                 dtype=is_dtype, adapters=is_dtype, tokens=is_size,
             ),
             _sums_same, _sums_sizes, (1.0,) * 6, may=_TF32, measured=_GAIN, needed=("gain",),
+            agree=equally_long("inner", "ranks"),
         ),
         Section(
             "lora_dropout",
@@ -367,6 +341,7 @@ SECTIONS: Mapping[str, Section] = {
                 row["tokens"],
             ),
             (1.0,) * 5, measured={"config": maybe(DECODE)}, needed=("config",), gains=False,
+            agree=equally_long("columns", "ranks"),
         ),
         Section(
             "outer_product_linear",

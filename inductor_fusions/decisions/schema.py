@@ -40,6 +40,11 @@ def is_dtype(value: Any) -> bool:
     return value in ("float16", "bfloat16", "float32")
 
 
+def half(dtype: str) -> str:
+    """One name for the dtypes of 16 bits, which cost the same."""
+    return "half" if dtype in ("float16", "bfloat16") else dtype
+
+
 def is_tile(value: Any) -> bool:
     """The side of a tile: a power of two, or three times one."""
     return is_size(value) and value <= 8192 and bin(value // 3 if value % 3 == 0 else value).count("1") == 1
@@ -72,6 +77,26 @@ def object_of(must: Mapping[str, Check], may: Mapping[str, Check] | None = None)
         )
 
     return check
+
+
+def equally_long(*names: str) -> Callable[[Mapping[str, Any]], bool]:
+    """Rows whose lists in these columns have as many elements as each other."""
+    return lambda row: len({len(row[name]) for name in names}) == 1
+
+
+def are_grouped(row: Mapping[str, Any]) -> bool:
+    """Whether each product of a grouped GEMM has a layout, an inner size and a result.
+
+    Of gradients of weights (`shared_b`) the inner size is the number of tokens, and `m` has their rows. The
+    products of a sum have one result; `groups` says which result those of `mixed` belong to, in order.
+    """
+    kind, columns, count = row["kind"], len(row["n"]), len(row["layout"])
+    inner, groups = row["m" if kind == "shared_b" else "k"], row.get("groups") or []
+    if inner is None or len(inner) != count:
+        return False
+    if kind == "mixed":
+        return len(groups) == count and groups == sorted(groups) and {*groups} == {*range(columns)}
+    return columns == (1 if kind == "sum" else count) and not groups
 
 
 _WARPS: Mapping[str, Check] = {

@@ -59,3 +59,14 @@ def test_least_time_on_the_device_of_the_same_kernels() -> None:
     assert table(row)["none"] == {"sdpa": 1.364, "efficient": 2.0}
     row["kernels"] = {**kernels, "cudnn": ["_scaled_dot_product_flash_attention"]}
     assert table(row)["none"] == {"sdpa": 0.667, "efficient": 2.0}
+
+
+def test_unsteady_wall_times_say_nothing() -> None:
+    """Half of the rounds took much longer: the device's clock counts alone, or nothing does."""
+    row = measured("pad", MATH, unfused=90.0, sdpa=30.0, short=45.0)
+    row["spread"] = {"unfused": 0.1, "sdpa": 0.6, "short": 0.1}
+    assert table(row) == {"pad": {"short": 2.0}}
+    row["device_us"] = {"unfused": 24.0, "sdpa": 16.0, "short": 8.0}
+    assert table(row) == {"pad": {"sdpa": 1.5, "short": 2.0}}
+    row["spread"]["unfused"] = 0.6
+    assert table(row) == {"pad": {"sdpa": 1.5, "short": 3.0}}

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from inductor_fusions.decisions import bracket, estimating
+from inductor_fusions.decisions.attention_rows import idle_multiprocessors
 from inductor_fusions.decisions.estimating import Nearby
 from inductor_fusions.decisions.gemm_times import Gemms, of_row, speedup
-from inductor_fusions.decisions.occupancy import idle_multiprocessors
 
 
 def test_bracket() -> None:

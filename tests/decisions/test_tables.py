@@ -36,10 +36,14 @@ GOOD: dict[str, Any] = {
     ],
     "block_mm": [
         {
-            "kind": "shared_a", "n": [64, 64], "m": None, "k": [64], "layout": ["nt", "nt"],
+            "kind": "shared_a", "n": [64, 64], "m": None, "k": [64, 64], "layout": ["nt", "nt"],
             "dtype": "bfloat16", "tokens": 16, "capability": [9, 0], "gain": 1.5, "config": CONFIG,
         }
     ],
+}  # fmt: skip
+LORA = {
+    "inner": [64], "outer": [64, 64], "ranks": [[16], [16]], "dtype": "bfloat16", "adapters": "bfloat16",
+    "layout": "t", "tokens": 16, "gain": 1.5,
 }  # fmt: skip
 NAME = "nvidia_z1_0_80gb"
 
@@ -109,6 +113,14 @@ BROKEN = {
     "no tokens": broken(lambda t: t["block_mm"][0].pop("tokens")),
     "no k": broken(lambda t: t["block_mm"][0].pop("k")),
     "k is a number": block_mm({"k": 64}),
+    "more results than products": block_mm({"n": [64, 64, 64]}),
+    "a product without k": block_mm({"k": [64]}),
+    "gradients of weights without m": block_mm({"kind": "shared_b", "k": None}),
+    "a sum of two results": block_mm({"kind": "sum"}),
+    "products without groups": block_mm({"kind": "mixed"}),
+    "a group without a result": block_mm({"kind": "mixed", "groups": [0, 2]}),
+    "groups that are not in order": block_mm({"kind": "mixed", "groups": [1, 0]}),
+    "an adapter too few": broken(lambda t: t.update(lora=[{**LORA, "ranks": [[16]]}])),
     "config is a text": block_mm({"config": "tiled"}),
     "config lacks a tile": block_mm({"config": {**CONFIG, "block_m": None}}),
     "a tile is no power of two": block_mm({"config": {**CONFIG, "block_k": 48 + 4}}),

@@ -1,11 +1,22 @@
-"""Corrections of estimated gains for attentions whose thread blocks leave multiprocessors idle."""
+"""Attention: which measured problems are comparable, and how far their gains carry over.
+
+Gains of nearby problems are corrected for thread blocks that leave multiprocessors idle.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
+from .schema import half
+
+Row = Mapping[str, Any]
+
+#: Queries up to which an attention is compared only with others of few queries.
+FEW_QUERIES = 16
+#: Masks that vary over queries are read alike: each doubling stands for a dim more over which they vary.
+BIASES = {"bias_batch": 1.0, "bias": 2.0, "bias_full": 4.0}
 #: Queries, or keys in the backward, of a thread block of SDPA's kernels.
 BLOCK = 128
 #: Keys that a thread block reads in the time of a launch, about 6 us on an H100: with head dim 64 cuDNN's
@@ -16,7 +27,32 @@ LAUNCH_CUDNN, LAUNCH_EFFICIENT = 512, 64
 SHOWN = 0.5
 
 
-def idle_multiprocessors(row: Mapping[str, Any], kernel: str, processors: int) -> float:
+def same(row: Row) -> tuple[Hashable, ...]:
+    """What two problems must agree in to be comparable."""
+    # For wide heads SDPA's backward is flash attention in place of cuDNN.
+    wide = row["train"] and row["head_dim"] > 128
+    # Few queries leave most of a tile empty: with 16 keys, one takes efficient attention 8 times as long. Few
+    # beside many keys have hardly more scores than k and v have elements. In the backward, tiles are of keys.
+    tiled = min(row["q_len"], row["kv_len"] if row["train"] else row["q_len"])
+    longest = max(row["q_len"], row["kv_len"])
+    few = row["q_len"] <= FEW_QUERIES or (tiled <= BLOCK // 4 and longest >= BLOCK)
+    mask = "bias" if row["mask"] in BIASES else row["mask"]
+    return half(row["dtype"]), mask, row["train"], wide, few, row.get("tf32", False)
+
+
+def sizes(row: Row) -> tuple[float, ...]:
+    """Positive numbers whose ratios give the distance of two problems."""
+    varies = BIASES.get(row.get("mask", ""), 1.0)
+    return varies, row["q_len"], row["kv_len"], row["head_dim"], row["batch"] * row["heads"]
+
+
+def doubt(row: Row) -> float:
+    """Times vary if launches take as long as kernels, most of all in training, which has more launches."""
+    scores = math.log2(row["batch"] * row["heads"] * row["q_len"] * row["kv_len"])
+    return (0.06 if row["train"] else 0.02) * max(0.0, 24.0 - scores)
+
+
+def idle_multiprocessors(row: Row, kernel: str, processors: int) -> float:
     """What a kernel of SDPA loses by having fewer thread blocks than the device has multiprocessors.
 
     The forward has one for each 128 queries of a head, which reads all keys one tile after another. The

@@ -181,6 +181,11 @@ def cpu_rows() -> list[Row]:
     rows += rows_of([(1, 32, 256, 64)], ["causal", "bias_batch"], dtype="float32", kv_heads=8)
     rows += rows_of([(1, 12, 1024, 64), (1, 12, 32, 64)], ["none", "causal", "pad", "bias"], dtype="float32")
     rows += rows_of([(4, 12, 64, 64), (1, 4, 256, 64)], ["none", "pad", "bias"], dtype="float32")
+    shapes = [(2, 12, 512, 64), (8, 12, 128, 64), (4, 12, 256, 64), (8, 12, 197, 64), (1, 16, 577, 64)]
+    rows += rows_of(shapes, ["none", "causal", "pad", "bias"], dtype="float32")
+    shapes = [(1, 32, 512, 64), (1, 32, 1024, 64), (1, 16, 1024, 128)]
+    rows += rows_of(shapes, ["none", "causal", "bias_batch"], dtype="float32", kv_heads=8)
+    rows += rows_of([(1, 12, 2048, 64)], ["none", "causal", "pad", "bias"], dtype="float32", trains=[False])
     rows += rows_of([(16, 3, 49, 32)], ["bias", "window"], dtype="float32")
     rows += rows_of([(1, 12, 256, 32), (1, 12, 256, 128)], ["none", "pad", "bias"], dtype="float32")
     rows += rows_of(

@@ -50,7 +50,7 @@ def test_rows_of_the_other_gpu_help(left_out: dict[str, dict[str, Any]]) -> None
     others = regret.other_gpus(found, "nvidia_h200")
     beside = regret.widths_left_out(found["nvidia_h200"], "nvidia_h200", others)["attention"].to_json()
     alone = left_out["attention"]
-    assert beside["kept"] > max(0.96, alone["kept"] + 0.01) and beside["below_0.95"] <= alone["below_0.95"]
+    assert beside["kept"] > max(0.96, alone["kept"] + 0.02) and beside["below_0.95"] <= alone["below_0.95"]
 
 
 def test_same_capability_keeps_nearly_all() -> None:

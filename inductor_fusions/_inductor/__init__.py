@@ -84,7 +84,7 @@ from .lowering import (
     value_key,
 )
 from .matcher import Found, Patterns, count_match, difference, pattern_size, roots, undeclared
-from .moving import copied, on_cuda
+from .moving import copied, gradients_without_device, on_cuda
 from .net import (
     as_function,
     cache_key,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import inspect
 import sys
@@ -146,25 +147,27 @@ def inductor() -> Callable[..., Any]:
     return backend
 
 
-def passes_only(traces_on_cpu: bool = False) -> Callable[..., Any]:
+def passes_only(traces_on_cpu: Callable[[fx.GraphModule], bool] = lambda graph: False) -> Callable[..., Any]:
     """A backend, equal to no other, that is Inductor up to its last pass.
 
     Every decision of a fusion is taken in a pass, so this shows them all without generating code.
 
     Args:
-        traces_on_cpu: for fake tensors on a CUDA device that is absent: autograd is traced on the CPU
-            (`moving.autograd_on_cpu`), the backward is compiled as well, and the caller's graph is run
-            afterwards, whose gradients nobody can take. Else aten operations are run afterwards.
+        traces_on_cpu: of which graphs of fake tensors, on a CUDA device that is absent, autograd is traced
+            on the CPU (`moving.autograd_on_cpu`). The backward is compiled as well, and the caller's graph is
+            run afterwards, whose gradients nobody can take. Else aten operations are run afterwards.
     """
 
-    def lower(graph: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    def lower(
+        is_on_cpu: bool, graph: fx.GraphModule, example_inputs: Sequence[Any], **options: Any
+    ) -> Callable[..., Any]:
         from torch._inductor.virtualized import V
         from torch.fx import GraphModule
 
         stock: Any = importlib.import_module("torch._inductor.compile_fx")
         functorch: Any = importlib.import_module("functorch.compile")
         runs = GraphModule(graph, copy.deepcopy(graph.graph))
-        if traces_on_cpu:
+        if is_on_cpu:
             graph, _ = on_cuda(graph, example_inputs)
         mode = fake_mode_of(graph.graph)
         with contextlib.ExitStack() as stack:
@@ -177,13 +180,17 @@ def passes_only(traces_on_cpu: bool = False) -> Callable[..., Any]:
 
     def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         stock: Any = importlib.import_module("torch._inductor.compile_fx")
-        if not traces_on_cpu:
-            compiled: Callable[..., Any] = stock.compile_fx(graph, example_inputs, inner_compile=lower)
+        is_on_cpu = traces_on_cpu(graph)
+        inner_compile = functools.partial(lower, is_on_cpu)
+        if not is_on_cpu:
+            compiled: Callable[..., Any] = stock.compile_fx(
+                graph, example_inputs, inner_compile=inner_compile
+            )
             return compiled
         functorch_config: Any = importlib.import_module("torch._functorch.config")
         runs: Callable[..., Any] = copied(graph).forward
         with autograd_on_cpu(), functorch_config.patch(force_non_lazy_backward_lowering=True):
-            stock.compile_fx(graph, example_inputs, inner_compile=lower)
+            stock.compile_fx(graph, example_inputs, inner_compile=inner_compile)
         return runs
 
     return backend

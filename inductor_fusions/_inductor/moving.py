@@ -124,6 +124,28 @@ def autograd_on_cpu() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def gradients_without_device() -> Iterator[None]:
+    """Inside, gradients of CUDA tensors are zeros, without a backward.
+
+    Dynamo runs what a function differentiates by itself (`torch.func.grad`) with fake tensors of its device.
+    It wants sizes and dtypes, and whether a gradient is batched or may be differentiated again. Source:
+    `grad` of torch/autograd/__init__.py.
+    """
+    run = vars(torch.autograd)["_engine_run_backward"]
+
+    def call(outputs: Any, *args: Any, **options: Any) -> Any:
+        cotangents, _, create_graph, inputs, _ = args
+        if not any(tensor.device.type == "cuda" for tensor in inputs):
+            return run(outputs, *args, **options)
+        with torch.set_grad_enabled(create_graph):
+            zero = sum((0 * out * d_out).sum() for out, d_out in zip(outputs, cotangents, strict=True))
+            return tuple((torch.zeros_like(tensor) + zero).to(tensor.dtype) for tensor in inputs)
+
+    with mock.patch.object(torch.autograd, "_engine_run_backward", call):
+        yield
+
+
 def _on_cpu(value: Any) -> Any:
     from torch._subclasses.fake_tensor import FakeTensor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 from .. import _inductor, config, decisions, reporting
 from ..checking.runs import copied, own_buffers, run
 from ..driver import watching
+from ..effects.derivatives import takes_gradient
 from ..sites import SCHEMA, Report, table, text
 from .graphs import Line, Pair, Recorder
 
@@ -112,6 +115,7 @@ def explain(
         return _explained(fn, args, kwargs, train, dynamic)
     device, differentiates = absent(gpu), _differentiates_cuda()
     with (
+        contextlib.nullcontext() if differentiates else _inductor.gradients_without_device(),
         _inductor.absent_device(device),
         _inductor.on_absent_device(fn, args, kwargs) as (moved, moved_args, moved_kwargs),
     ):
@@ -148,6 +152,10 @@ def _explained(
     Args:
         differentiates: whether torch can run a backward there. Else autograd is traced on the CPU.
     """
+
+    def traces_on_cpu(graph: fx.GraphModule) -> bool:
+        return not differentiates and (train or any(map(takes_gradient, graph.graph.nodes)))
+
     recorder = Recorder()
     start = time.perf_counter()
     with (
@@ -156,12 +164,13 @@ def _explained(
         watching.observing(recorder),
         own_buffers(fn),
     ):
+        compiled = compile(fn, _inductor.passes_only(traces_on_cpu), dynamic)
         if differentiates or not train:
-            run(compile(fn, _inductor.passes_only(), dynamic), fn, args, kwargs, train)
+            run(compiled, fn, args, kwargs, train)
         else:
             args, kwargs = copied((args, kwargs), train)
             with torch.enable_grad():
-                compile(fn, _inductor.passes_only(traces_on_cpu=True), dynamic)(*args, **kwargs)
+                compiled(*args, **kwargs)
     return Explanation(
         sites=sites,
         off=reporting.are_off(),

@@ -53,7 +53,7 @@ LAYERS = {
     "registry": {"fusion", "fusions", "config", "sites"},
     "registration": {"driver", "registry", "fusions"} | BASE,
     "__init__": {"registration", "testing", "explaining", "checking", "fusion", "fusions"} | BASE,
-    "explaining": {"checking", "driver"} | BASE,
+    "explaining": {"checking", "driver", "effects"} | BASE,
     "checking": BASE,
     "testing": {"public", "checking", "registration", "fusion", "fusions"} | BASE,
     "cli": {

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 from typer.testing import CliRunner
 
-from inductor_fusions import cli, explain, explaining
+from inductor_fusions import cli, config, explain, explaining
 from inductor_fusions.cli import models
 from inductor_fusions.decisions import target
 from inductor_fusions.decisions.devices import KNOWN
@@ -92,6 +92,37 @@ def capped_by_a_call(q, k, v):
 def test_an_operator_of_higher_order(fn):
     found = explain(fn, *inputs(512), gpu="nvidia_h200")
     assert [site.kernel.split(",")[0] for site in found] == ["flex"] * (fn is capped)
+
+
+def of_a_gradient(q, k, v):
+    return torch.func.grad(lambda a: attention(a, k, v).sum())(q)
+
+
+def of_a_gradient_of_a_gradient(q, k, v):
+    def norm(a):
+        return torch.func.grad(lambda b: attention(b, k, v).sum())(a).square().sum()
+
+    return torch.func.grad(norm)(q)
+
+
+def of_a_jacobian(q, k, v):
+    return torch.func.jacrev(lambda a: attention(a, k, v).sum((0, 1, 2)))(q)
+
+
+@absent
+@pytest.mark.parametrize(
+    ("fn", "verdict", "reason"),
+    [
+        (of_a_gradient, "fused", ""),
+        (of_a_gradient_of_a_gradient, "rejected", "a second derivative"),
+        (of_a_jacobian, "rejected", "batched gradients"),
+    ],
+)
+def test_a_function_that_differentiates(fn, verdict, reason):
+    """torch's engine asks for the streams of the device: its backward is traced on the CPU."""
+    with config.patch(policy="always"):
+        (site,) = explain(fn, *inputs(128, heads=2), gpu="nvidia_h200")
+    assert site.verdict == verdict and site.reason.startswith(reason)
 
 
 def test_a_linear_on_a_copy_of_the_module():

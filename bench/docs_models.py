@@ -172,7 +172,8 @@ def readme_table(data: Json) -> str:
         body.append([title, None, None, None, best, f"**{mean:.2f}**"])
     dtypes = ", ".join(sorted({str(row["dtype"]) for row in rows if row.get("dtype")}))
     text = f"{data.get('device', '?')}, torch {data.get('torch', '?')}, "
-    text += f"transformers {data.get('transformers', '?')}, {dtypes}, {str(data.get('date', '?'))[:10]}. "
+    text += f"transformers {data.get('transformers', '?')}, {dtypes}, "
+    text += f"last run {str(data.get('date', '?'))[:10]}. "
     text += "Whole Hugging Face models with random weights: stock `torch.compile`, and the same with the "
     text += "import. `eager` and `sdpa` are the model's `attn_implementation`; `padded`: the batch has a "
     text += "padding mask; `train`: a forward and a backward. The best stock setting is the fastest of the "
@@ -184,7 +185,7 @@ def readme_table(data: Json) -> str:
 
 def summary(data: Json) -> str:
     """Two sentences on the cases of another device, for the README."""
-    return f"{data.get('device', '?')}, {str(data.get('date', '?'))[:10]}: {tally(data['rows'])}"
+    return f"{data.get('device', '?')}, last run {str(data.get('date', '?'))[:10]}: {tally(data['rows'])}"
 
 
 def models_section(data: Json, title: str = "Whole models") -> str:

@@ -11,8 +11,6 @@ from typing import Any
 
 from .schema import half
 
-Row = Mapping[str, Any]
-
 #: Queries up to which an attention is compared only with others of few queries.
 FEW_QUERIES = 16
 #: Masks that vary over queries are read alike: each doubling stands for a dim more over which they vary.
@@ -27,7 +25,7 @@ LAUNCH_CUDNN, LAUNCH_EFFICIENT = 512, 64
 SHOWN = 0.5
 
 
-def same(row: Row) -> tuple[Hashable, ...]:
+def same(row: Mapping[str, Any]) -> tuple[Hashable, ...]:
     """What two problems must agree in to be comparable."""
     # For wide heads SDPA's backward is flash attention in place of cuDNN.
     wide = row["train"] and row["head_dim"] > 128
@@ -40,19 +38,19 @@ def same(row: Row) -> tuple[Hashable, ...]:
     return half(row["dtype"]), mask, row["train"], wide, few, row.get("tf32", False)
 
 
-def sizes(row: Row) -> tuple[float, ...]:
+def sizes(row: Mapping[str, Any]) -> tuple[float, ...]:
     """Positive numbers whose ratios give the distance of two problems."""
     varies = BIASES.get(row.get("mask", ""), 1.0)
     return varies, row["q_len"], row["kv_len"], row["head_dim"], row["batch"] * row["heads"]
 
 
-def doubt(row: Row) -> float:
+def doubt(row: Mapping[str, Any]) -> float:
     """Times vary if launches take as long as kernels, most of all in training, which has more launches."""
     scores = math.log2(row["batch"] * row["heads"] * row["q_len"] * row["kv_len"])
     return (0.06 if row["train"] else 0.02) * max(0.0, 24.0 - scores)
 
 
-def idle_multiprocessors(row: Row, kernel: str, processors: int) -> float:
+def idle_multiprocessors(row: Mapping[str, Any], kernel: str, processors: int) -> float:
     """What a kernel of SDPA loses by having fewer thread blocks than the device has multiprocessors.
 
     The forward has one for each 128 queries of a head, which reads all keys one tile after another. The

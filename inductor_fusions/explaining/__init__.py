@@ -154,7 +154,8 @@ def _explained(
     """
 
     def traces_on_cpu(graph: fx.GraphModule) -> bool:
-        return not differentiates and (train or any(map(takes_gradient, graph.graph.nodes)))
+        graphs = [module.graph for module in graph.modules() if isinstance(module, fx.GraphModule)]
+        return not differentiates and (train or any(takes_gradient(node) for g in graphs for node in g.nodes))
 
     recorder = Recorder()
     start = time.perf_counter()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 from inductor_fusions import cli, config, explain, explaining
@@ -98,6 +99,10 @@ def of_a_gradient(q, k, v):
     return torch.func.grad(lambda a: attention(a, k, v).sum())(q)
 
 
+def of_a_gradient_in_a_checkpoint(q, k, v):
+    return checkpoint(of_a_gradient, q, k, v, use_reentrant=False)
+
+
 def of_a_gradient_of_a_gradient(q, k, v):
     def norm(a):
         return torch.func.grad(lambda b: attention(b, k, v).sum())(a).square().sum()
@@ -114,6 +119,7 @@ def of_a_jacobian(q, k, v):
     ("fn", "verdict", "reason"),
     [
         (of_a_gradient, "fused", ""),
+        (of_a_gradient_in_a_checkpoint, "fused", ""),
         (of_a_gradient_of_a_gradient, "rejected", "a second derivative"),
         (of_a_jacobian, "rejected", "batched gradients"),
     ],

@@ -118,5 +118,4 @@ def _rows(device: torch.device, wanted: Row, column: str) -> Iterator[list[Row]]
 
 def _apart(a: Row, b: Row) -> float:
     section = SECTIONS["attention"]
-    one, other = (list(map(math.log2, section.sizes(row))) for row in (a, b))
-    return distance(one, other, section.weights)
+    return distance(section.place(a), section.place(b))

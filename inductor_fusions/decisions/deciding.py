@@ -257,10 +257,12 @@ def tiles(query: Query, device: torch.device, fits: Callable[[Row], Found | None
 def _rows_with_tiles(query: Query, device: torch.device) -> list[Row]:
     """The rows whose tiles may be those of a problem: source by source, the nearest first."""
     found: list[Row] = []
+    place = SECTIONS[query.section].place(query.row)
     for some in asked(sources, device):
-        near = sorted(_near(query, [each for each in some if each.is_alike]), key=lambda entry: entry[1])
-        rows = (item.row for _, apart, item in near if apart <= TILES_REACH)
-        found += [row for row in rows if row["config"] is not None]
+        alike = [each for each in some if each.is_alike]
+        near = [(distance(place, where), item.row) for _, where, item in _near(query, alike)]
+        near.sort(key=lambda entry: entry[0])
+        found += [row for apart, row in near if apart <= TILES_REACH and row["config"] is not None]
     return found
 
 
@@ -304,15 +306,15 @@ def _measured(query: Query, source: Source) -> Decision | None:
 # -- rows of others ------------------------------------------------------------------------------------------
 
 
-def _near(query: Query, some: Sequence[Source]) -> Iterator[tuple[Source, float, Measured]]:
-    """The rows that are comparable with the problem, each with its source and its distance."""
+def _near(query: Query, some: Sequence[Source]) -> Iterator[tuple[Source, tuple[float, ...], Measured]]:
+    """The rows that are comparable with the problem, each with its source and its place."""
     section = SECTIONS[query.section]
-    same, sizes = section.same(query.row), [math.log2(size) for size in section.sizes(query.row)]
+    same = section.same(query.row)
     for source in some:
-        wanted = [*sizes[:-1], sizes[-1] + source.shift]
+        shift = source.shift * section.weights[-1]
         for item in source.table.rows(query.section):
             if item.same == same:
-                yield source, distance(wanted, item.logs, section.weights), item
+                yield source, (*item.place[:-1], item.place[-1] - shift), item
 
 
 def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, float]:
@@ -321,30 +323,31 @@ def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, f
     Rows of tables count as near (distance 0): only rows of this machine may be too few.
     """
     near, section = list(_near(query, some)), SECTIONS[query.section]
+    place = section.place(query.row)
     best: tuple[str, Estimate] | None = None
     seen = math.inf
     items: dict[str, list[tuple[Source, Measured]]] = {}
     for kernel in query.candidates:
         found: list[Nearby] = []
         items[kernel] = []
-        for source, apart, item in near:
+        for source, where, item in near:
             gain = item.gains.get(kernel)
             rule = None if gain is None else carried(source, query.section, kernel, item.row)
             if gain is None or rule is None:
                 continue
             # The gain of a kernel that was wrong at a shape is 0, so that it is not chosen near it either.
             log = math.log(max(gain, 1e-3))
-            differs = source.fills(section, query.row, item.row, kernel) - section.untuned(query.row)
-            found.append(Nearby(apart, rule.of(log) + differs, len(items[kernel]), rule.doubt))
+            log = rule.of(log) + source.fills(section, query.row, item.row, kernel)
+            found.append(Nearby(where, log, len(items[kernel]), rule.doubt, source.name))
             items[kernel].append((source, item))
-        own = [row for row in found if items[kernel][row.index][0].is_own]
-        at = [row for row in own or found if row.distance == 0.0]  # of the very problem
-        guess = estimate(at or found, section.reach, section.each, section.doubt(query.row))
+        guess = estimate(place, found, section.process, section.reach, section.doubt(query.row))
         if guess is None:
             continue
+        guess = replace(guess, mean=guess.mean - section.untuned(query.row))
         here = all(items[kernel][number][0].is_here for number in guess.rows)
         seen = min(seen, guess.distance if here else 0.0)
-        pays = guess.mean >= math.log(section.margin) and guess.lower >= math.log(section.margin / MARGIN)
+        least = math.log(section.margin)
+        pays = guess.mean >= least and guess.lower >= least - math.log(MARGIN) and not guess.is_slow
         if pays and (best is None or guess.lower > best[1].lower):
             best = kernel, guess
     if best is None:

@@ -6,11 +6,13 @@ reports. A row is a JSON object; a problem that is asked for has the same column
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from . import attention_rows
+from .estimating import Process
 from .gemm_times import of_row, speedup
 from .schema import (
     ACCUMULATE,
@@ -53,6 +55,12 @@ def padded(size: int, least: int = NARROWEST) -> int:
     return max(least, 1 << max(0, size - 1).bit_length())
 
 
+#: How speedups vary: of linears; of attention, whose kernels differ more, and from shape to shape; of masks.
+_LINEARS = Process(deviation=0.08, length=20.0, noise=0.02)
+_ATTENTION = Process(deviation=0.32, length=5.0, noise=0.1)
+_DROPOUT = Process(deviation=0.15, length=4.0, noise=0.03)
+
+
 @dataclass(frozen=True)
 class Section:
     """One kind of problem.
@@ -65,13 +73,13 @@ class Section:
         needed: those of them that every row has.
         same: what two problems must agree in to be comparable at all.
         sizes: positive numbers whose ratios give the distance of two problems; the number of tokens is last.
-        weights: the weight of a doubling of each size.
+        weights: the weight of a doubling of each size in the distance.
         agree: whether the columns of a row that are lists fit together.
         along: the column with the number of tokens, rows or samples.
         reach: problems at a larger distance say nothing about each other.
         margin: a kernel is chosen if its gain is at least this; below 1 if it saves memory.
         doubt: of an estimate for a problem: the standard deviation of the logarithm of its gain.
-        each: the same for each doubling of distance.
+        process: how gains vary over the problems.
         gains: whether rows have gains; else they have only tiles.
         untuned: the logarithm of what a configuration that is not measured loses of an estimated gain.
         fills: what a kernel gains as a model of its time has it, such as by how it fills a device, given a
@@ -89,7 +97,7 @@ class Section:
     reach: float = 6.0
     margin: float = MARGIN
     doubt: Callable[[Row], float] = lambda row: 0.0
-    each: float = 0.02
+    process: Process = _LINEARS
     may: Mapping[str, tuple[Check, Any]] = field(default_factory=dict)
     measured: Mapping[str, Check] = field(default_factory=dict)
     needed: tuple[str, ...] = ()
@@ -128,6 +136,10 @@ class Section:
             return self.same(row) + self.sizes(row)
         found = [(n, self.value(row, n)) for n in (*self.columns, *self.may) if n != self.along]
         return tuple(_canonical(name, value) for name, value in found)
+
+    def place(self, row: Row) -> tuple[float, ...]:
+        """The logarithms, to the base of 2, of the sizes of a row, weighted."""
+        return tuple(w * math.log2(size) for w, size in zip(self.weights, self.sizes(row), strict=True))
 
     def is_same(self, row: Row, other: Row) -> bool:
         """Whether two rows have the same problem, with the same number of tokens."""
@@ -242,7 +254,8 @@ SECTIONS: Mapping[str, Section] = {
                 mask=is_text, train=is_flag,
             ),
             attention_rows.same, attention_rows.sizes, (1.0, 1.0, 0.5, 1.0, 0.5), along="", reach=8.0,
-            doubt=attention_rows.doubt, each=0.05, fills=attention_rows.idle_multiprocessors, may=_TF32,
+            doubt=attention_rows.doubt, process=_ATTENTION, fills=attention_rows.idle_multiprocessors,
+            may=_TF32,
             measured=dict(
                 gain=is_gains, options=is_options, gemm_backward=is_count, visible=is_gain,
             ),
@@ -261,7 +274,7 @@ SECTIONS: Mapping[str, Section] = {
                 row["batch"],
             ),
             # A short cache is read in the time that a launch takes: long ones say nothing of it.
-            (1.0, 1.0, 0.5, 2.0, 0.5), along="batch", reach=3.0, each=0.05,
+            (1.0, 1.0, 0.5, 2.0, 0.5), along="batch", reach=3.0, process=_ATTENTION,
             # Over the best SDPA: the mean of a cache that fills, if a full one loses nothing.
             measured={**_GAIN, "config": maybe(DECODE_ATTENTION)}, needed=("gain", "config"),
         ),
@@ -306,7 +319,7 @@ SECTIONS: Mapping[str, Section] = {
             ),
             _dropout_same,
             lambda row: (row["inner"], row["outer"], _padded([row["rank"]]), row["tokens"]),
-            (1.0,) * 4, may=_TF32, measured=_GAIN, needed=("gain",),
+            (1.0,) * 4, process=_DROPOUT, may=_TF32, measured=_GAIN, needed=("gain",),
         ),
         Section(
             "narrow_mm",

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import stat
@@ -143,14 +142,14 @@ class Measured:
         row: as the table has it.
         same: what a problem that is like it agrees in.
         key: which problem it is of, but for the number of tokens.
-        logs: the logarithms, to the base of 2, of its sizes.
+        place: the logarithms of its sizes, weighted.
         gains: of each kernel; {} where the row has tiles alone.
     """
 
     row: Row
     same: tuple[Hashable, ...]
     key: tuple[Hashable, ...]
-    logs: tuple[float, ...]
+    place: tuple[float, ...]
     gains: dict[str, float]
 
 
@@ -172,8 +171,7 @@ def _measured(section: str, row: Row) -> Measured:
     if section == "block_mm" and has_adapters(row):
         gain = None
     gains = gain if isinstance(gain, dict) else {} if gain is None else {section: float(gain)}
-    logs = tuple(math.log2(size) for size in kind.sizes(row))
-    return Measured(row, kind.same(row), kind.key(row), logs, gains)
+    return Measured(row, kind.same(row), kind.key(row), kind.place(row), gains)
 
 
 @functools.lru_cache

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Of each section of the H200's table, one width left out: the share of the gain that is kept at least.
 #: Of linears 3% of each gain are taken off, because their configurations are not measured.
 KEPT = {
-    "attention": 0.92, "block_mm": 0.94, "lora": 0.97, "lora_sums": 0.97, "lora_dropout": 0.96,
+    "attention": 0.92, "block_mm": 0.97, "lora": 0.97, "lora_sums": 0.97, "lora_dropout": 0.96,
     "narrow_mm": 0.97,
 }  # fmt: skip
 
@@ -34,8 +34,9 @@ def test_widths_left_out(left_out: dict[str, dict[str, Any]]) -> None:
     for section, least in KEPT.items():
         assert left_out[section]["kept"] >= least, section
         # In training of small attentions times are those of launches, and vary.
-        slow = 10 if section == "attention" else 0
+        slow, slower = (10, 10) if section == "attention" else (left_out[section]["rows"] // 100, 0)
         assert left_out[section]["below_0.98"] <= slow, section
+        assert left_out[section]["below_0.95"] <= slower, section
 
 
 def test_file_is_current(left_out: dict[str, dict[str, Any]]) -> None:

@@ -178,9 +178,7 @@ def test_ranks_of_narrow_products_are_far_apart(shelf: Callable[..., None]) -> N
 
 def test_results_of_one_wave_more(shelf: Callable[..., None]) -> None:
     """144 tiles of 128 x 256 take two waves on 132 multiprocessors; the library's 132 of 192 x 192 one."""
-    shelf(
-        **{H100: rows(({"outer": [2048], "tokens": 2048}, 1.15), ({"outer": [2560], "tokens": 2048}, 1.15))}
-    )
+    shelf(**{H100: rows(*(({"outer": [outer], "tokens": 2048}, 1.12) for outer in (2048, 2560)))})
     for outer, chosen in (([1920], True), ([2304], False)):
         wanted = lora(outer=outer, tokens=2048)
         assert (decide(wanted, CUDA).kernel is not None) == chosen, outer
@@ -192,7 +190,7 @@ def test_what_is_in_doubt_is_left_to_stock(shelf: Callable[..., None]) -> None:
     found = decide(lora(), CUDA)
     assert (found.kernel, found.source) == (None, "estimated")
     assert found.reason == f"not expected to be faster than stock on {H100} at this shape"
-    shelf(**{H100: rows(({"inner": [512], "outer": [1024]}, 1.06))})
+    shelf(**{H100: rows(({"inner": [512], "outer": [512]}, 1.06))})
     assert decide(lora(), CUDA).kernel is None
     shelf(**{H100: rows(({"inner": [3584]}, 1.06))})
     assert decide(lora(), CUDA).kernel == "lora"
@@ -218,15 +216,16 @@ def test_what_saves_memory_may_take_a_little_longer(
 
 def test_another_device(shelf: Callable[..., None]) -> None:
     """Of the same compute capability: nearly all. Of another one: what follows from memory traffic."""
-    shelf(**{H200: rows(({}, 1.5), ({"tokens": 2048}, 1.03), ({"tokens": 16}, 2.0))})
+    shelf(**{H200: rows(({}, 1.5), ({"tokens": 16}, 2.0))})
     found = decide(lora(), CUDA)
     assert (found.kernel, found.source, found.device) == ("lora", "another device", H200)
-    assert found.note.startswith(f"estimated from 1 measurement on {H200} (expected 1.47x, at least 1.39x)")
+    assert found.note.startswith(f"estimated from 1 measurement on {H200} (expected 1.46x, at least 1.40x)")
+    shelf(**{H200: rows(({"tokens": 2048}, 1.03), ({"tokens": 16}, 2.0))})
     assert decide(lora(tokens=2048), CUDA).kernel is None
     shelf(**{H200: rows(({}, 1.5), ({"tokens": 16}, 2.0))}, on=A100)
     assert decide(lora(), CUDA).kernel is None
     few = decide(lora(tokens=16), CUDA)
-    assert few.kernel == "lora" and few.lower < few.gain == pytest.approx(math.sqrt(2.0))
+    assert few.kernel == "lora" and few.lower < few.gain == pytest.approx(math.sqrt(2.0), rel=0.02)
     # Rows of the device itself count for more, those of the other one if they are nearer.
     shelf(**{H200: rows(({}, 1.5)), H100: rows(({"inner": [2048]}, 0.8))})
     assert decide(lora(), CUDA).kernel is None

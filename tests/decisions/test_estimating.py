@@ -6,10 +6,11 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from inductor_fusions.decisions import bracket, estimating
 from inductor_fusions.decisions.attention_rows import idle_multiprocessors
-from inductor_fusions.decisions.estimating import Nearby
+from inductor_fusions.decisions.estimating import Estimate, Nearby, Process
 from inductor_fusions.decisions.gemm_times import Gemms, of_row, speedup
 
 
@@ -24,29 +25,71 @@ def test_bracket() -> None:
     assert around((1024, 1, 16, 4096), 2048) == [1024, 4096]
 
 
+#: A process whose covariance falls by half over 7 doublings.
+PROCESS = Process(deviation=0.1, length=10.0, noise=0.02)
+
+
+def of(*rows: Nearby, further: float = 0.0) -> Estimate | None:
+    """The estimate at the origin."""
+    return estimating.estimate((0.0, 0.0), rows, PROCESS, 6.0, further)
+
+
 def test_estimate() -> None:
     """Nearer rows count more; what is far, or differs, is in doubt; what is too far says nothing."""
-    assert estimating.estimate([], 6.0, 0.02) is None
-    one = Nearby(0.1, 0.3, 0)
-    assert estimating.estimate([replace(one, distance=6.1)], 6.0, 0.02) is None
-    near, both, apart = (
-        estimating.estimate(rows, 6.0, 0.02)
-        for rows in ([one], [one, Nearby(1.0, 0.1, 1)], [replace(one, distance=2.0)])
-    )
+    one = Nearby((0.1, 0.0), 0.3, 0)
+    assert of() is None and of(replace(one, place=(3.0, -3.1))) is None
+    near, both, apart = of(one), of(one, Nearby((0.5, 0.5), 0.1, 1)), of(replace(one, place=(0.0, 4.0)))
     assert near is not None and both is not None and apart is not None
-    assert near.mean == apart.mean == pytest.approx(0.3) and 0.2 < both.mean < 0.3
-    assert near.doubt < apart.doubt and near.doubt < both.doubt and both.rows == (0, 1)
-    further = estimating.estimate([one], 6.0, 0.02, further=0.5)
+    assert near.mean == pytest.approx(0.3, abs=0.01) and 0.2 < both.mean < 0.3 and both.rows == (0, 1)
+    # Far from every row, the expected gain comes nearer to 0.
+    assert apart.mean < near.mean - 0.005 and near.doubt < min(both.doubt, apart.doubt)
+    further = of(one, further=0.5)
     assert further is not None and further.lower < 0 < near.lower
+
+
+def test_estimate_beyond_the_rows() -> None:
+    """Rows on a line: the estimate goes on in its direction, and is in more doubt than between them."""
+    between, beyond = (
+        of(*(Nearby((x + at, 0.0), 0.2 + 0.03 * x, x) for x in range(3))) for at in (-0.5, 0.5)
+    )
+    assert between is not None and beyond is not None
+    assert 0.2 < between.mean < 0.23 and beyond.mean < 0.21 and between.doubt < beyond.doubt
+
+
+def test_a_loss_nearby_is_a_veto() -> None:
+    """Of equally near rows one that is clearly slower than stock counts, whatever the others gain."""
+    gains = [Nearby((float(x), 0.0), 0.5, x) for x in (1, -1, 2)]
+    found = of(*gains)
+    assert found is not None and not found.is_slow
+    for place, veto in (((0.0, 1.0), True), ((0.0, 1.5), False)):
+        found = of(*gains, Nearby(place, math.log(0.9), 3))
+        assert found is not None and found.is_slow == veto
+    level = of(*gains, Nearby((0.0, 1.0), math.log(0.97), 3))
+    assert level is not None and not level.is_slow
+    # So does a row of the very problem on another device, even if its doubt makes it count as further away.
+    elsewhere = of(*gains, Nearby((0.0, 0.0), math.log(0.9), 3, doubt=0.1, device="another"))
+    assert elsewhere is not None and elsewhere.rows[0] != 3 and elsewhere.is_slow
 
 
 def test_estimate_from_two_devices() -> None:
     """A row of another device that is nearer counts for more, if its doubt is worth less than distance."""
-    own, doubtful = Nearby(2.0, 0.3, 0), Nearby(0.0, -0.1, 1, doubt=0.05)
-    found = estimating.estimate([own, doubtful], 6.0, 0.05)
+    own, other = Nearby((2.0, 0.0), 0.3, 0), Nearby((0.0, 0.0), -0.1, 1, doubt=0.02, device="another")
+    found = of(own, other)
     assert found is not None and found.rows == (1, 0) and found.mean < 0.1
-    found = estimating.estimate([own, replace(doubtful, doubt=0.2)], 6.0, 0.05)
-    assert found is not None and found.rows == (0, 1) and found.mean > 0.1
+    doubted = of(own, replace(other, doubt=0.15))
+    assert doubted is not None and doubted.rows == (0, 1) and doubted.mean > found.mean + 0.03
+    # Many rows of one other device do not make up for what is not known of the difference of the devices.
+    alike = [Nearby((x / 10, 0.0), 0.3, x, doubt=0.1, device="another") for x in range(8)]
+    many, few = of(*alike), of(alike[0])
+    assert many is not None and few is not None and 0.9 * few.doubt < many.doubt < few.doubt
+
+
+def test_no_tensors() -> None:
+    """Torch may be tracing: the system of equations is solved without it."""
+    found = estimating._solve([[4.0, 1.0, 0.5], [1.0, 3.0, 0.2], [0.5, 0.2, 2.0]], [1.0, 2.0, 3.0])
+    system = torch.tensor([[4.0, 1.0, 0.5], [1.0, 3.0, 0.2], [0.5, 0.2, 2.0]], dtype=torch.float64)
+    right = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    assert found == pytest.approx(torch.linalg.solve(system, right).tolist())
 
 
 def test_speedup_of_gemms() -> None:

@@ -20,22 +20,19 @@ from inductor_fusions.decisions import machine
 
 
 def commit() -> str | None:
-    """The commit of this checkout, with a mark where files differ from it."""
-    command = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=12",
-        "--exclude=*",
-    ]
+    """The commit of this checkout, with a mark where files other than results differ from it."""
+    git = ("git", "-C", str(Path(__file__).parent))
+    others = (":(top)", ":(top,exclude)bench/results")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            (*git, "rev-parse", "--short=12", "HEAD"), capture_output=True, text=True, timeout=20
+        )
+        if done.returncode:
+            return None
+        differs = subprocess.run((*git, "diff", "--quiet", "HEAD", "--", *others), timeout=20).returncode
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None
+    return done.stdout.strip() + "-dirty" * bool(differs)
 
 
 def clocks(device: str) -> Json:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import docs, docs_models, docs_pieces, docs_plots, docs_reliability, docs_tables, mlp_training
+from bench import (
+    docs,
+    docs_models,
+    docs_pieces,
+    docs_plots,
+    docs_reliability,
+    docs_tables,
+    mlp_training,
+    provenance,
+)
 from bench.provenance import environment
 from tests.support.processes import start
 
@@ -329,6 +339,24 @@ def test_header_tells_commit_and_clocks() -> None:
     idle = docs_pieces.header({"clocks_mhz": {"sm": 345, "max.sm": 1980, "mem": 2619}})
     assert "; clocks in MHz: max.sm 1980; date" in idle, "idle clocks are not those of the measurements"
     assert "clocks" not in docs_pieces.header({"device": "a device"})
+
+
+def test_results_leave_a_commit_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run writes is no difference of the code that it ran."""
+    result, source = tmp_path / "bench" / "results" / "some.json", tmp_path / "bench" / "code.py"
+    result.parent.mkdir(parents=True)
+    for path in (result, source):
+        path.write_text("old")
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b")
+    for command in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "first")):
+        subprocess.run((*git, *command), check=True)
+    monkeypatch.setattr(provenance, "__file__", str(source))
+    result.write_text("new")
+    clean = provenance.commit()
+    source.write_text("new")
+    assert clean is not None and len(clean) == 12 and provenance.commit() == f"{clean}-dirty"
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path.parent / "nowhere" / "code.py"))
+    assert provenance.commit() is None
 
 
 def test_geometric_means_are_told() -> None:

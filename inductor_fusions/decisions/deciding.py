@@ -29,6 +29,8 @@ NEAR_ENOUGH = 1.0
 
 #: A number of tokens between two measured ones counts as measured if their ratio is at most this.
 BRACKET = 8
+#: A kernel that gains less than this in one of the nearest rows is not chosen.
+SLOW = 0.95
 #: Tiles are taken from rows that are at most this far from the problem, in doublings of all sizes together.
 TILES_REACH = 6.0
 #: A symbolic number of tokens is checked at up to so many doublings below and above its hint.
@@ -336,9 +338,9 @@ def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, f
             if gain is None or rule is None:
                 continue
             # The gain of a kernel that was wrong at a shape is 0, so that it is not chosen near it either.
-            log = math.log(max(gain, 1e-3))
-            log = rule.of(log) + source.fills(section, query.row, item.row, kernel)
-            found.append(Nearby(where, log, len(items[kernel]), rule.doubt, source.name))
+            log, differs = math.log(max(gain, 1e-3)), source.fills(section, query.row, item.row, kernel)
+            row = Nearby(where, rule.of(log) + differs, len(found), rule.doubt, source.name)
+            found.append(replace(row, is_slow=log + differs < math.log(SLOW)))
             items[kernel].append((source, item))
         guess = estimate(place, found, section.process, section.reach, section.doubt(query.row))
         if guess is None:

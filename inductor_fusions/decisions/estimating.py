@@ -22,8 +22,6 @@ SCATTER = 0.3
 AWAY = 0.02
 #: How many standard deviations the lower end is below what is expected.
 BELOW = 0.8
-#: A kernel that gains less than this in one of the nearest rows is not chosen.
-SLOW = math.log(0.95)
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,7 @@ class Nearby:
         index: which row it is.
         doubt: a standard deviation of the logarithm, as of the rows of another device.
         device: where it was measured: between rows of one device there is no such doubt.
+        is_slow: whether the kernel was clearly slower than stock there.
     """
 
     place: tuple[float, ...]
@@ -66,6 +65,7 @@ class Nearby:
     index: int
     doubt: float = 0.0
     device: str = ""
+    is_slow: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Estimate:
     Attributes:
         rows: indices of the rows that it is made of, the nearest first.
         distance: of the nearest row.
-        is_slow: whether the gain of one of the nearest rows is below `SLOW`, with or without their doubt.
+        is_slow: whether one of the nearest rows is, with or without their doubt.
     """
 
     mean: float
@@ -131,7 +131,7 @@ def estimate(
     away = AWAY * found[0][1]
     doubt = math.sqrt(max(own, 0.0) + SCATTER * scatter + away**2 + further**2)
     first, closest = found[0][0], min(far for _, far, _ in found)
-    is_slow = any(row.gain < SLOW for counted, far, row in found if counted <= first or far <= closest)
+    is_slow = any(row.is_slow for counted, far, row in found if counted <= first or far <= closest)
     return Estimate(mean, doubt, tuple(row.index for row in rows), found[0][1], is_slow)
 
 

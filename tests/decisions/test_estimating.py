@@ -61,13 +61,12 @@ def test_a_loss_nearby_is_a_veto() -> None:
     gains = [Nearby((float(x), 0.0), 0.5, x) for x in (1, -1, 2)]
     found = of(*gains)
     assert found is not None and not found.is_slow
+    slow = Nearby((0.0, 1.0), -0.1, 3, is_slow=True)
     for place, veto in (((0.0, 1.0), True), ((0.0, 1.5), False)):
-        found = of(*gains, Nearby(place, math.log(0.9), 3))
+        found = of(*gains, replace(slow, place=place))
         assert found is not None and found.is_slow == veto
-    level = of(*gains, Nearby((0.0, 1.0), math.log(0.97), 3))
-    assert level is not None and not level.is_slow
     # So does a row of the very problem on another device, even if its doubt makes it count as further away.
-    elsewhere = of(*gains, Nearby((0.0, 0.0), math.log(0.9), 3, doubt=0.1, device="another"))
+    elsewhere = of(*gains, replace(slow, place=(0.0, 0.0), doubt=0.1, device="another"))
     assert elsewhere is not None and elsewhere.rows[0] != 3 and elsewhere.is_slow
 
 

@@ -61,7 +61,7 @@ def test_a_number_that_the_function_puts_on_the_device():
 
 
 def test_a_target_without_a_table_is_estimated_from_another_device():
-    (site,) = explain(attention, *inputs(512), gpu="l4")
+    (site,) = explain(attention, *inputs(1024), gpu="l4")
     assert site.verdict == "fused"
     assert "nvidia_h100_80gb_hbm3" in site.kernel
 

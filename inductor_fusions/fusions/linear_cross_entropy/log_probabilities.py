@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from ..._inductor import known_true
-from ...graph.dims import is_over_last, selection
+from ...graph.dims import is_over_last, selection, unbroadcast
 from ...graph.torch_ops import Op, read
 from ...operands import same_shape, tensor
 
@@ -141,6 +141,16 @@ def summed_rows(node: Any) -> tuple[Any, list[fx.Node]]:
     return whole, path
 
 
+def normalised(op: Op) -> tuple[Any, list[fx.Node]]:
+    """The logits x of `x - x.logsumexp(-1, keepdim=True)`, a log_softmax, and the nodes of the logsumexp."""
+    x, subtracted = op.only("input", "other") if op.name == "sub" else (None, None)
+    (summed, views), value, held = viewed(subtracted), tensor(x), tensor(subtracted)
+    whole, rows = summed_rows(summed)
+    if whole is not x or value is None or held is None or not same_shape(held.shape, (*value.shape[:-1], 1)):
+        return None, []
+    return x, [*views, summed, *rows]
+
+
 def _stacked(op: Op) -> Picked | None:
     """A stack of elements gathered from the log_softmax of each row."""
     path: list[fx.Node] = []
@@ -195,10 +205,14 @@ def _of_rows(rows: Iterable[fx.Node | None], path: list[fx.Node]) -> fx.Node | N
 
 
 def viewed(node: Any) -> tuple[Any, list[fx.Node]]:
-    """The value behind views that only add or remove dims of size 1, and the views."""
+    """The value behind views that only add or remove dims of size 1, and the views, the last one first."""
     views: list[fx.Node] = []
     value = tensor(node)
     while value is not None and (op := read(node)) is not None and not op.inplace:
+        if (equal := unbroadcast(node)) is not None:
+            node, behind = equal
+            views += behind
+            continue
         inner = tensor(op.input)
         if inner is None or _large(inner.shape) != _large(value.shape):
             break

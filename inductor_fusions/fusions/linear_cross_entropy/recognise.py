@@ -19,13 +19,13 @@ from torch import fx
 from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
-from ...graph.dims import SELECTS, is_over_last, permutation, selection
+from ...graph.dims import SELECTS, is_over_last, selection, unbroadcast
 from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, forms, read
 from ...operands import holds, same_shape, tensor
 from ...reasons import Reason
 from . import log_probabilities
 from .logits import Logits, is_as_wide, product_of, walk
-from .parts import rows_of
+from .parts import moves_classes, rows_of
 
 #: The operations at which a loss is looked for, beside those that pick log-probabilities.
 _LOSSES = ("cross_entropy", "nll_loss")
@@ -70,7 +70,7 @@ _MIXES = (
 _PICKS = ("gather", "take_along_dim")
 #: What may stand between logits and a loss.
 _PASSED = (
-    frozenset("mul div add sub tanh sigmoid stack gather".split())
+    frozenset("mul div add sub tanh sigmoid stack gather broadcast_tensors".split())
     | VIEWS | COPIES | CASTS | _PARTS | TRANSPOSES | {*_SOFTMAXES}
 )  # fmt: skip
 
@@ -285,11 +285,10 @@ def _loss(op: Op) -> LossSite:
         raise Reason.SHAPES.rejected("the logits are not a matrix")
     path: list[fx.Node] = []
     replayed: list[fx.Node] = []
+    last = value.dim() == 2
     if op.name == "nll_loss":
-        logits = _log_softmax(logits, value.dim() == 2, path, replayed)
-    if value.dim() > 2:
-        logits = _classes_last(logits, path)
-    found = walk(logits, path, replayed)
+        logits, last = _log_softmax(logits, last, path, replayed)
+    found = walk(logits, path, replayed, last)
     _check_labels(labels)
     return LossSite(
         **vars(found), loss=op.node, labels=labels, weights=weights, ignore_index=ignored,
@@ -303,13 +302,16 @@ def _picked(op: Op, picked: log_probabilities.Picked) -> LossSite:
     replayed: list[fx.Node] = []
     logits = picked.logits
     if picked.of_softmax:
-        logits = _log_softmax(logits, True, path, replayed)
+        logits, _ = _log_softmax(logits, True, path, replayed)
     found = walk(logits, path, replayed)
     _check_labels(picked.labels)
-    ordered = replace(found, path=tuple(sorted(found.path)))
+    labels, views = log_probabilities.viewed(picked.labels)
+    shared = [i for i, view in enumerate(views) if view in found.path]  # they are broadcast with the logits
+    nodes = {*found.path, *views[: max(shared, default=0)]}
+    ordered = replace(found, path=tuple(sorted(nodes)))
     return LossSite(
-        **vars(ordered), loss=op.node, labels=log_probabilities.viewed(picked.labels)[0], weights=None,
-        gathers=True, wraps=picked.wraps, negates=picked.negates,
+        **vars(ordered), loss=op.node, labels=labels, weights=None, gathers=True, wraps=picked.wraps,
+        negates=picked.negates,
     )  # fmt: skip
 
 
@@ -321,16 +323,33 @@ def _check_labels(labels: fx.Node) -> None:
         )
 
 
-def _log_softmax(node: fx.Node, last: bool, path: list[fx.Node], replayed: list[fx.Node]) -> fx.Node:
-    """The operand of the log_softmax that a node is, or takes rows of.
+def _log_softmax(
+    node: fx.Node, last: bool, path: list[fx.Node], replayed: list[fx.Node]
+) -> tuple[fx.Node, bool]:
+    """The operand of the log_softmax that a node is, or takes rows of; it may be logits less their logsumexp.
 
     Args:
-        last: whether the classes are its last dim; else they are the second one.
+        last: whether the classes are the last dim of the node; else they are the second one.
+
+    Returns:
+        The operand, and whether the classes are its last dim.
 
     Raises:
         Rejected: it is none.
     """
     while (op := read(node)) is not None and op.name != "log_softmax" and isinstance(op.input, fx.Node):
+        logits, summed = log_probabilities.normalised(op) if last else (None, [])
+        if logits is not None:
+            path += [node, *summed]
+            return logits, last
+        if (equal := unbroadcast(node)) is not None:
+            node, behind = equal
+            path += behind
+            continue
+        if not last and moves_classes(op):
+            path.append(node)
+            node, last = op.input, True
+            continue
         rows = rows_of(op) if last else None
         if rows is None:
             if op.name not in COPIES | CASTS or not is_as_wide(op):
@@ -350,24 +369,4 @@ def _log_softmax(node: fx.Node, last: bool, path: list[fx.Node], replayed: list[
         raise Reason.ROUNDED.rejected("the logits are rounded before the loss")
     path.append(node)
     assert isinstance(logits, fx.Node)
-    return logits
-
-
-def _classes_last(node: fx.Node, path: list[fx.Node]) -> fx.Node:
-    """The (N, d1, ..., C) of which a transpose made this (N, C, d1, ...)."""
-    op = read(node)
-    while op is not None and op.name in COPIES and not op.inplace:
-        path.append(node)
-        node = op.input
-        op = read(node)
-    value = tensor(node)
-    wanted = [0, value.dim() - 1, *range(1, value.dim() - 1)] if value is not None else []
-    dims = None if op is None or op.inplace else permutation(op)
-    if op is None or dims != wanted:
-        raise Reason.LOSS.rejected(
-            "the class dim is not the last dim of a linear's result",
-            "pass logits.transpose(1, 2), or a matrix of logits and a vector of labels",
-        )
-    path.append(node)
-    assert isinstance(op.input, fx.Node)
-    return op.input
+    return logits, last

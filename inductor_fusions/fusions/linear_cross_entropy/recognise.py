@@ -18,6 +18,7 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...effects.liveness import readers
+from ...effects.writes import storage
 from ...fusion import Rejected
 from ...graph.dims import SELECTS, is_over_last, selection, unbroadcast
 from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, forms, read
@@ -289,9 +290,8 @@ def _loss(op: Op) -> LossSite:
     if op.name == "nll_loss":
         logits, last = _log_softmax(logits, last, path, replayed)
     found = walk(logits, path, replayed, last)
-    _check_labels(labels)
     return LossSite(
-        **vars(found), loss=op.node, labels=labels, weights=weights, ignore_index=ignored,
+        **vars(found), loss=op.node, labels=_in_front_of_views(labels), weights=weights, ignore_index=ignored,
         smoothing=float(smoothing), reduction=reduction,
     )  # fmt: skip
 
@@ -304,23 +304,32 @@ def _picked(op: Op, picked: log_probabilities.Picked) -> LossSite:
     if picked.of_softmax:
         logits, _ = _log_softmax(logits, True, path, replayed)
     found = walk(logits, path, replayed)
-    _check_labels(picked.labels)
     labels, views = log_probabilities.viewed(picked.labels)
     shared = [i for i, view in enumerate(views) if view in found.path]  # they are broadcast with the logits
     nodes = {*found.path, *views[: max(shared, default=0)]}
     ordered = replace(found, path=tuple(sorted(nodes)))
     return LossSite(
-        **vars(ordered), loss=op.node, labels=labels, weights=None, gathers=True, wraps=picked.wraps,
-        negates=picked.negates,
+        **vars(ordered), loss=op.node, labels=_in_front_of_views(labels), weights=None, gathers=True,
+        wraps=picked.wraps, negates=picked.negates,
     )  # fmt: skip
 
 
-def _check_labels(labels: fx.Node) -> None:
+def _in_front_of_views(labels: fx.Node) -> fx.Node:
+    """Labels in the same order and memory, which may be there before what reads a penalty or an entropy.
+
+    Raises:
+        Rejected: they are probabilities.
+    """
     value = tensor(labels)
     if value is None or value.dtype not in _LABELS:
         raise Reason.LOSS.rejected(
             "the labels are not class indices", "pass class indices instead of probabilities"
         )
+    while (op := read(labels)) is not None and op.name in VIEWS and not op.inplace:
+        if storage(labels) is None or storage(labels) != storage(op.input):
+            break
+        labels = op.input
+    return labels
 
 
 def _log_softmax(

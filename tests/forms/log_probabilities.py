@@ -74,3 +74,27 @@ def less_a_constant_logsumexp(h: Any, w: Any, y: Any) -> Any:
 def all_log_probabilities_are_returned(h: Any, w: Any, y: Any) -> Any:
     d = torch.distributions.Categorical(logits=F.linear(h, w), validate_args=False)
     return d.log_prob(y), d.logits * 2
+
+
+@form(*HEAD, left=(1, 1), reasons=("read by its number", "read by its number"))
+def one_class_by_its_number(h: Any, w: Any, y: Any) -> Any:
+    return F.log_softmax(F.linear(h, w), -1)[..., 5]
+
+
+@form(*HEAD)
+def one_class_by_labels(h: Any, w: Any, y: Any) -> Any:
+    logs = F.log_softmax(F.linear(h, w), -1)
+    return logs.gather(-1, torch.full_like(logs[..., :1], 5, dtype=torch.long))
+
+
+@form(*HEAD, left=(1, 1), silent="linear_cross_entropy")
+def one_row_that_is_returned(h: Any, w: Any, y: Any) -> Any:
+    logs = F.log_softmax(F.linear(h, w), -1)
+    return logs[:, -1], logs[0]
+
+
+@form(*HEAD, left=(1, 1), reasons=("gather is between", "gather is between"))
+def softmax_of_a_few_classes(h: Any, w: Any, y: Any) -> Any:
+    """The label and classes that are drawn."""
+    some = F.linear(h, w).gather(-1, torch.stack([y, y.roll(1)], -1))
+    return -F.log_softmax(some, -1)[..., 0].mean()

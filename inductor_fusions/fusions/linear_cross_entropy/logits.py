@@ -145,7 +145,8 @@ class _Walk:
         shift, *place_and_dtype = self.shift or (0.0, None, None)
         if shift and (out is None or place_and_dtype != [len(self.pointwise), out.dtype]):
             raise Reason.LOSS.rejected(
-                "a number is added to scaled or cast logits, in front of a tanh or a sigmoid"
+                "a number is added to scaled or cast logits, in front of a tanh or a sigmoid",
+                "add it to the linear's result, and scale and cast behind it",
             )
         bend = _bent(self.pointwise[::-1])
         path, replayed = tuple(reversed(self.path)), tuple(reversed(self.replayed))

@@ -153,6 +153,12 @@ def written_out(node: fx.Node) -> Unsupported | None:
             "F.cross_entropy(logits, torch.arange(len(logits), device=logits.device))",
         )
         return Unsupported(node, diagonal)
+    if not ends.keys() - {"getitem", "select"}:
+        number = Reason.LOSS.rejected(
+            "a class is read by its number, which is not a tensor of labels",
+            "logs.gather(-1, torch.full_like(logs[..., :1], number, dtype=torch.long))",
+        )
+        return Unsupported(node, number)
     own = behind(node)[1]
     read_by = f"the {op.name} of a linear's result is" if own else "the logits of a linear are"
     what = " and ".join(sorted(own or ends)[:4])
@@ -198,7 +204,7 @@ def _linear_before(node: Any, steps: int = 8) -> fx.Node | None:
     op = read(node)
     if isinstance(node, fx.Node) and product_of(node) is not None:
         return node
-    if op is None or op.name not in _POINTWISE | _PARTS or not steps:
+    if op is None or op.name not in _POINTWISE | _PARTS | {*_PICKS} or not steps:
         return None
     found = (_linear_before(each, steps - 1) for each in node.all_input_nodes)
     return next((each for each in found if each is not None), None)
@@ -233,12 +239,21 @@ def behind(logits: fx.Node) -> tuple[list[LossSite | Unsupported], dict[str, Non
         if node is not logits and (op is None or op.name not in _PASSED):
             ends[node.name if op is None else op.name] = None
             continue
-        if op is not None and op.name in _PICKS:
+        if op is not None and (op.name in _PICKS or _takes_one_class(op, logits)):
             picks[op.name] = None
         new = [user for user in readers(node) if user not in seen and read(user) is not None]
         seen.update(new)
         waiting += new
     return found, ends if found or ends else picks
+
+
+def _takes_one_class(op: Op, logits: fx.Node) -> bool:
+    """Whether an operation takes a class by its number."""
+    taken, whole = selection(op.node), tensor(logits)
+    before = None if taken is None else tensor(taken.source)
+    if taken is None or before is None or whole is None or type(taken.index[-1]) is not int:
+        return False
+    return known_true(before.shape[-1] == whole.shape[-1])
 
 
 def are_apart(first: LossSite, second: LossSite) -> bool:

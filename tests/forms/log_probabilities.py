@@ -98,3 +98,57 @@ def softmax_of_a_few_classes(h: Any, w: Any, y: Any) -> Any:
     """The label and classes that are drawn."""
     some = F.linear(h, w).gather(-1, torch.stack([y, y.roll(1)], -1))
     return -F.log_softmax(some, -1)[..., 0].mean()
+
+
+def summed_by_rows(logits: Any, rows: int = 7) -> Any:
+    """The logsumexp of a few rows at a time, each written into a part of a tensor."""
+    found = logits.new_zeros(len(logits))
+    for i in range(0, len(logits), rows):
+        found[i : i + rows] = torch.logsumexp(logits[i : i + rows], -1)
+    return found
+
+
+@form(*HEAD)
+def less_the_logsumexp_of_a_few_rows(h: Any, w: Any, y: Any) -> Any:
+    """OpenRLHF, in float32."""
+    logits = F.linear(h, w).float().view(-1, 80)
+    return logits.gather(1, y.view(-1, 1)).squeeze(1) - summed_by_rows(logits)
+
+
+@form(*HEAD, (80,))
+def less_joined_logsumexps_beside_an_entropy(h: Any, w: Any, y: Any, c: Any) -> Any:
+    logits = torch.sigmoid(F.linear(h, w, c)[:, 1:].flatten(0, 1) + 1) * 9 + 2
+    taken = logits.gather(1, y[:, 1:].flatten()[:, None]).squeeze(1)
+    logs = taken - torch.cat([torch.logsumexp(part, -1) for part in logits.split(9)])
+    return logs, -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+
+
+@form(*HEAD)
+def less_a_constant_logsumexp_of_a_few_rows(h: Any, w: Any, y: Any) -> Any:
+    logits = F.linear(h, w).view(-1, 80)
+    with torch.no_grad():
+        lse = summed_by_rows(logits)
+    return logits[torch.arange(24), y.view(-1)] - lse
+
+
+@form(*HEAD, left=(1, 1), reasons=("read by cat", "read by cat"))
+def less_the_logsumexp_of_the_first_rows(h: Any, w: Any, y: Any) -> Any:
+    """Most logits are not read: only those of the labels."""
+    logits = F.linear(h, w).view(-1, 80)
+    lse = torch.cat([logits[:4].logsumexp(-1), logits[4:8].logsumexp(-1)]).repeat(3)
+    return logits.gather(1, y.view(-1, 1)).squeeze(1) - lse
+
+
+@form(*HEAD, left=(1, 1), reasons=("read by cat", "read by cat"))
+def less_logsumexps_of_which_one_is_scaled(h: Any, w: Any, y: Any) -> Any:
+    first, second = (logits := F.linear(h, w).view(-1, 80)).split(12)
+    lse = torch.cat([first.logsumexp(-1), (second * 2).logsumexp(-1)])
+    return logits.gather(1, y.view(-1, 1)).squeeze(1) - lse
+
+
+@form(*HEAD, left=(1, 1), reasons=("read by cat", "read by cat"))
+def logits_of_labels_that_are_returned(h: Any, w: Any, y: Any) -> Any:
+    """They have more digits than their difference from the logsumexp."""
+    logits = F.linear(h, w).view(-1, 80)
+    taken = logits.gather(1, y.view(-1, 1)).squeeze(1)
+    return taken - torch.cat([part.logsumexp(-1) for part in logits.split(12)]), taken

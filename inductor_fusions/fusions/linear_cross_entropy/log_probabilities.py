@@ -13,15 +13,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..._inductor import known_true
+from ...effects.writes import storage
 from ...graph.dims import is_over_last, selection, unbroadcast
-from ...graph.torch_ops import Op, read
+from ...graph.torch_ops import VIEWS, Op, read
 from ...operands import same_shape, tensor
+from ...reasons import Reason
 
 #: The operations by which the probabilities of labels are picked.
 ANCHORS = ("gather", "take_along_dim", "getitem", "sub", "stack")
+#: Dtypes of labels; those of gathers may be int32.
+_LABELS = (torch.int64, torch.int32)
 #: Views that may add and remove dims of size 1.
 _VIEWS = frozenset({"squeeze", "unsqueeze", "view", "reshape", "flatten"})
 
@@ -221,6 +226,24 @@ def viewed(node: Any) -> tuple[Any, list[fx.Node]]:
         views.append(node)
         node, value = op.input, inner
     return node, views
+
+
+def in_front_of_views(labels: fx.Node) -> fx.Node:
+    """Labels in the same order and memory, which may be there before what reads a penalty or an entropy.
+
+    Raises:
+        Rejected: they are probabilities.
+    """
+    value = tensor(labels)
+    if value is None or value.dtype not in _LABELS:
+        raise Reason.LOSS.rejected(
+            "the labels are not class indices", "pass class indices instead of probabilities"
+        )
+    while (op := read(labels)) is not None and op.name in VIEWS and not op.inplace:
+        if storage(labels) is None or storage(labels) != storage(op.input):
+            break
+        labels = op.input
+    return labels
 
 
 def _is_plain_index(op: Op) -> bool:

@@ -18,7 +18,6 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...effects.liveness import readers
-from ...effects.writes import storage
 from ...fusion import Rejected
 from ...graph.dims import SELECTS, is_over_last, selection, unbroadcast
 from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, forms, read
@@ -30,8 +29,6 @@ from .parts import moves_classes, rows_of
 
 #: The operations at which a loss is looked for, beside those that pick log-probabilities.
 _LOSSES = ("cross_entropy", "nll_loss")
-#: Dtypes of labels; those of gathers may be int32.
-_LABELS = (torch.int64, torch.int32)
 _REDUCTIONS: dict[Any, str] = {0: "none", 1: "mean", 2: "sum"}
 #: The operations of hand-written losses.
 _SOFTMAXES = ("log_softmax", "logsumexp")
@@ -87,6 +84,7 @@ class LossSite(Logits):
         gathers: whether the loss is log-probabilities.
         wraps: which labels count from the last class, as in `log_probabilities.Picked`.
         negates: whether the loss is the negative of log-probabilities.
+        raw: whether the loss is the labels' logits, of which others subtract a logsumexp.
     """
 
     loss: fx.Node
@@ -98,6 +96,7 @@ class LossSite(Logits):
     reduction: str = "none"
     wraps: str = ""
     negates: bool = False
+    raw: bool = False
 
 
 @dataclass(frozen=True)
@@ -305,10 +304,22 @@ def _loss(op: Op) -> LossSite:
     if op.name == "nll_loss":
         logits, last = _log_softmax(logits, last, path, replayed)
     found = walk(logits, path, replayed, last)
+    labels = log_probabilities.in_front_of_views(labels)
     return LossSite(
-        **vars(found), loss=op.node, labels=_in_front_of_views(labels), weights=weights, ignore_index=ignored,
+        **vars(found), loss=op.node, labels=labels, weights=weights, ignore_index=ignored,
         smoothing=float(smoothing), reduction=reduction,
     )  # fmt: skip
+
+
+def logits_of_labels(op: Op) -> LossSite | None:
+    """The logits of one label for each row."""
+    found = log_probabilities.of(op)
+    if found is None or not found.of_softmax:
+        return None
+    try:
+        return replace(_picked(op, replace(found, of_softmax=False)), raw=True)
+    except Rejected:
+        return None
 
 
 def _picked(op: Op, picked: log_probabilities.Picked) -> LossSite:
@@ -323,28 +334,11 @@ def _picked(op: Op, picked: log_probabilities.Picked) -> LossSite:
     shared = [i for i, view in enumerate(views) if view in found.path]  # they are broadcast with the logits
     nodes = {*found.path, *views[: max(shared, default=0)]}
     ordered = replace(found, path=tuple(sorted(nodes)))
+    labels = log_probabilities.in_front_of_views(labels)
     return LossSite(
-        **vars(ordered), loss=op.node, labels=_in_front_of_views(labels), weights=None, gathers=True,
-        wraps=picked.wraps, negates=picked.negates,
+        **vars(ordered), loss=op.node, labels=labels, weights=None, gathers=True, wraps=picked.wraps,
+        negates=picked.negates,
     )  # fmt: skip
-
-
-def _in_front_of_views(labels: fx.Node) -> fx.Node:
-    """Labels in the same order and memory, which may be there before what reads a penalty or an entropy.
-
-    Raises:
-        Rejected: they are probabilities.
-    """
-    value = tensor(labels)
-    if value is None or value.dtype not in _LABELS:
-        raise Reason.LOSS.rejected(
-            "the labels are not class indices", "pass class indices instead of probabilities"
-        )
-    while (op := read(labels)) is not None and op.name in VIEWS and not op.inplace:
-        if storage(labels) is None or storage(labels) != storage(op.input):
-            break
-        labels = op.input
-    return labels
 
 
 def _log_softmax(

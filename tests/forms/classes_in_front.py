@@ -70,3 +70,19 @@ def a_softmax_of_the_rows(h: Any, w: Any, y: Any) -> Any:
 @form(*HEAD, **_NOT_LAST)
 def sliced_behind_a_transpose(h: Any, w: Any, y: Any) -> Any:
     return F.cross_entropy(F.linear(h, w).mT[..., :-1], y[:, 1:])
+
+
+@form((24, 32), (80, 32), lambda: torch.arange(24), (80,))
+def weight_times_hidden_states(h: Any, w: Any, y: Any, c: Any) -> Any:
+    return F.cross_entropy((w @ h.t()).t() + c, y)
+
+
+@form((32, 24), (80, 32), lambda: torch.arange(24), left=(1, 1), reasons=(".T is between", ".T is between"))
+def hidden_states_that_are_columns(h: Any, w: Any, y: Any) -> Any:
+    return F.cross_entropy((w @ h).T, y)
+
+
+@form((24, 32), (80, 32), lambda: torch.arange(24), left=(1, 1), reasons=("also read by amax",) * 2)
+def a_product_that_is_read_as_well(h: Any, w: Any, y: Any) -> Any:
+    logits = torch.mm(w, h.T)
+    return F.cross_entropy(logits.mT, y) + logits.amax()

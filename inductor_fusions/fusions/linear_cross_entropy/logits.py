@@ -17,7 +17,7 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...fusion import Rejected
-from ...graph.dims import selection
+from ...graph.dims import permuted_by, selection
 from ...graph.einsum import equation_of
 from ...graph.torch_ops import CASTS, COPIES, Op, linear_of, read, scaled_by, value
 from ...operands import holds, same_shape, tensor
@@ -128,6 +128,8 @@ class _Walk:
         if not self.last:
             raise Reason.LOSS.rejected("the class dim is not the last dim of a linear's result", _TRANSPOSE)
         self.path.append(node)
+        if (turned := permuted_by(node, [1, 0])) is not None:
+            self.path.append(turned)  # the product
         out, (h, w, by_rows, bias) = tensor(node), operands
         if self.bias is not None:
             vector, place, dtype = self.bias
@@ -301,9 +303,18 @@ def _of_einsum(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, None] | None:
     return None
 
 
+def _turned(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, None] | None:
+    """x and w of `(w @ x.t()).t()`."""
+    product = permuted_by(node, [1, 0])
+    op = None if product is None else read(product)
+    w, other = op.only("input", "other") if op is not None and op.name == "matmul" else (None, None)
+    x = permuted_by(other, [1, 0])
+    return None if x is None or tensor(w) is None else (x, w, True, None)
+
+
 def product_of(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, fx.Node | None] | None:
     """(input, weight, whether its rows are the classes, bias) of a product with a matrix."""
-    found = linear_of(node) or _of_einsum(node)
+    found = linear_of(node) or _of_einsum(node) or _turned(node)
     if found is None:
         return None
     x, w, by_rows, bias = found

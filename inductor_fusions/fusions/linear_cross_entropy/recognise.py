@@ -257,7 +257,7 @@ def _takes_one_class(op: Op, logits: fx.Node) -> bool:
 
 def are_apart(first: LossSite, second: LossSite) -> bool:
     """Whether two losses read no logit of one linear both."""
-    if first.linear is not second.linear:
+    if first.path[0] is not second.path[0]:  # their products
         return True
     if first.columns is not None and second.columns is not None:
         (a, count), (b, other) = first.columns, second.columns

@@ -249,6 +249,30 @@ def _selected(
     return Selection(source, tuple(index[i] for i in own), places, nodes, part)
 
 
+def unbroadcast(node: Any) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
+    """The tensor that a node equals, where it was broadcast and cut to its size again, or did not grow.
+
+        torch.broadcast_tensors(x, y)[0][..., :1]        where x has one column
+
+    Returns:
+        The tensor, and the nodes behind it, the last one first; None of other nodes.
+    """
+    taken = selection(node)
+    whole, nodes = (node, ()) if taken is None else (taken.source, taken.nodes)
+    op = read(whole)
+    call = read(op.input) if op is not None and op.name == "getitem" else None
+    if op is None or call is None or call.name != "broadcast_tensors" or type(op["index"]) is not int:
+        return None
+    source = (call["tensors"] or call.rest)[op["index"]]
+    before, after = tensor(source), tensor(node)
+    if before is None or after is None or before.dim() != after.dim():
+        return None
+    cut = () if taken is None else taken.dims
+    ones = all(known_true(before.shape[dim] == 1) for dim in cut)
+    same = all(known_true(old == new) for old, new in zip(before.shape, after.shape, strict=True))
+    return (source, (*nodes, whole, call.node)) if ones and same else None
+
+
 def appends_dim(op: Op) -> bool:
     """Whether an operation is `x.unsqueeze(-1)` or `x[..., None]`."""
     after = tensor(op.node)

@@ -214,7 +214,7 @@ def less_another_logsumexp(h: Any, w: Any, y: Any) -> Any:
     return logits.gather(-1, y[..., None]).squeeze(-1) - (logits * 2).logsumexp(-1)
 
 
-@form(*HEAD, left=(1, 1))
+@form(*HEAD)
 def less_the_logsumexp_of_all_pairs(h: Any, w: Any, y: Any) -> Any:
     """Not squeezed: each value is subtracted from those of all rows."""
     logits = F.linear(h, w).float()[0]

@@ -159,7 +159,7 @@ def others_by_masked_select(a: Any, b: Any) -> Any:
     return -torch.log(torch.exp((a * b).sum(-1)).repeat(2) / others.sum(-1)).mean()
 
 
-@form((16, 32), (16, 32), (), reasons=(".T is between", ".T is between"))
+@form((16, 32), (16, 32), (), reasons=("read by another loss",) * 2)
 def both_directions_of_pairs(a: Any, b: Any, scale: Any) -> Any:
     """CLIP."""
     scores = scale.exp() * F.normalize(a, dim=-1) @ F.normalize(b, dim=-1).t()

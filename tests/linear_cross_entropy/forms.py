@@ -41,6 +41,10 @@ def of_classes_in_the_middle(logits: Any, labels: Any) -> Any:
     return nn.CrossEntropyLoss(label_smoothing=0.1)(logits.transpose(1, 2), labels)
 
 
+def of_a_transposed_cap(logits: Any, labels: Any) -> Any:
+    return F.cross_entropy(torch.tanh(logits.mT / 3.0) * 3.0, labels, reduction="sum")
+
+
 def weighted(logits: Any, labels: Any, weights: Any) -> Any:
     return F.cross_entropy(logits.view(-1, V), labels.view(-1), weights, label_smoothing=0.2)
 
@@ -151,6 +155,19 @@ def entropy_of_categorical(logits: Any) -> Any:
     return torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
 
 
+def less_parts(logits: Any, labels: Any) -> Any:
+    """OpenRLHF: the logsumexp of a few rows at a time."""
+    labels, logits = labels[:, 1:].clamp(min=0).reshape(-1, 1), logits[:, :-1].reshape(-1, V) / 0.7
+    lse = torch.cat([part.logsumexp(-1) for part in logits.split(7)])
+    return logits.gather(-1, labels).squeeze(-1) - lse
+
+
+def policy(logits: Any, labels: Any) -> Any:
+    """PPO: a log_softmax by hand, whose last dim the labels are broadcast to."""
+    chosen = torch.distributions.Categorical(logits=logits, validate_args=False)
+    return chosen.log_prob(labels.clamp(min=0)), chosen.entropy()
+
+
 def both(logits: Any, labels: Any) -> Any:
     """The entropy of all rows that have a label, ignored or not."""
     logits = logits / 0.7
@@ -182,6 +199,7 @@ FORMS: dict[str, tuple[Function, str]] = {
     "capped": (capped, "linear_cross_entropy"),
     "scaled": (scaled, "linear_cross_entropy"),
     "classes in the middle": (of_classes_in_the_middle, "linear_cross_entropy"),
+    "a cap behind a transpose": (of_a_transposed_cap, "linear_cross_entropy"),
     "weighted": (weighted, "linear_cross_entropy"),
     "weighted, each": (weighted_each, "linear_softmax_rows"),
     "each": (each, "linear_softmax_rows"),
@@ -203,6 +221,8 @@ FORMS: dict[str, tuple[Function, str]] = {
         lambda logits, labels: entropy_of_categorical(logits) * (labels > 2),
         "linear_softmax_rows",
     ),
+    "log_prob of Categorical": (policy, "linear_softmax_rows"),
+    "less logsumexps of parts": (less_parts, "linear_softmax_rows"),
     "overwritten entropies": (overwritten_entropies, "linear_softmax_rows"),
     "loss and entropy": (both, "linear_softmax_rows"),
     "log-probabilities and entropy": (both_watched, "linear_softmax_rows"),

@@ -81,9 +81,10 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
         assert run.ours.fused[0].kernel == "linear_softmax_rows"
 
 
-@pytest.mark.parametrize(
-    "name", ["weighted", "each", "likelihood in the middle", "another label is ignored", "loss and entropy"]
-)
+@pytest.mark.parametrize("name", [
+    "weighted", "each", "likelihood in the middle", "another label is ignored", "loss and entropy",
+    "log_prob of Categorical",
+])  # fmt: skip
 def test_exported(name: str) -> None:
     """Operators of aten have a number for the reduction."""
     head = Head(FORMS[name][0])

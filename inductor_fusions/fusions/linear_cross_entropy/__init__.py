@@ -335,6 +335,14 @@ def look_for_an_entropy(scope: Scope, match: Match) -> Candidate | None:
     return None if found is None else LossHead(scope.graph, found)
 
 
+@FUSION.anchor(lambda: forms(*statistics.PICKS))
+def look_for_logits_of_labels(scope: Scope, match: Match) -> Candidate | None:
+    """Logits of labels, beside the logsumexp of all rows."""
+    op = read(match.output_node())
+    found = None if op is None else statistics.picked(op)
+    return None if found is None else LossHead(scope.graph, found)
+
+
 @FUSION.anchor(recognise.targets_of_others)
 def look_out(scope: Scope, match: Match) -> Candidate | None:
     """A softmax of logits that no supported loss reads."""

@@ -106,6 +106,8 @@ def _weighed(
         labels: what the operation reads.
         there: which rows count; None: all of a gather.
     """
+    if there is None and site.raw:
+        return build.call(torch.add, build.call(torch.add, log_p, lse), site.offset)
     if there is None:
         return build.call(torch.neg, log_p) if site.negates else log_p
     found = build.call(torch.neg, log_p)

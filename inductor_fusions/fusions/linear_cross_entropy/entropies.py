@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph.dims import is_over_last
+from ...graph.dims import is_over_last, unbroadcast
 from ...graph.torch_ops import CASTS, Op, read, scaled_by
 from ...operands import holds, same_shape, tensor
-from .log_probabilities import summed_rows, viewed
+from .log_probabilities import normalised, summed_rows, viewed
 from .logits import is_as_wide
 
 
@@ -84,13 +84,11 @@ def _logs(op: Op) -> _Matrix | None:
         return _behind(found, op, clamped=True) if at_least else None
     if op.name == "log_softmax":
         return _of_softmax(op)
-    x, subtracted = op.only("input", "other") if op.name == "sub" else (None, None)
-    (summed, views), value, held = viewed(subtracted), tensor(x), tensor(subtracted)
-    whole, rows = summed_rows(summed)
-    if whole is not x or value is None or held is None or not same_shape(held.shape, (*value.shape[:-1], 1)):
+    x, nodes = normalised(op)
+    if x is None:
         return None
     logits, casts = _without_casts(x)
-    return _Matrix(logits, (*casts, *rows, summed, *views, op.node))
+    return _Matrix(logits, (*casts, *nodes, op.node))
 
 
 def _probabilities(op: Op) -> _Matrix | None:
@@ -118,11 +116,14 @@ def _behind(found: _Matrix | None, op: Op, clamped: bool = False) -> _Matrix | N
 
 
 def _without_casts(node: Any) -> tuple[Any, list[fx.Node]]:
-    """A matrix in front of casts to wider dtypes, and the casts."""
+    """A matrix in front of casts to wider dtypes, and the casts; and of `broadcast_tensors`."""
     casts: list[fx.Node] = []
-    while (op := read(node)) is not None and op.name in CASTS and is_as_wide(op):
-        casts.append(node)
-        node = op.input
+    while (op := read(node)) is not None:
+        equal = unbroadcast(node)
+        if equal is None and not (op.name in CASTS and is_as_wide(op)):
+            break
+        node, behind = equal or (op.input, (node,))
+        casts += behind
     return node, casts
 
 

@@ -13,15 +13,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..._inductor import known_true
-from ...graph.dims import is_over_last, selection
-from ...graph.torch_ops import Op, read
+from ...effects.writes import storage
+from ...graph.dims import is_over_last, selection, unbroadcast
+from ...graph.torch_ops import VIEWS, Op, read
 from ...operands import same_shape, tensor
+from ...reasons import Reason
 
 #: The operations by which the probabilities of labels are picked.
 ANCHORS = ("gather", "take_along_dim", "getitem", "sub", "stack")
+#: Dtypes of labels; those of gathers may be int32.
+_LABELS = (torch.int64, torch.int32)
 #: Views that may add and remove dims of size 1.
 _VIEWS = frozenset({"squeeze", "unsqueeze", "view", "reshape", "flatten"})
 
@@ -141,6 +146,16 @@ def summed_rows(node: Any) -> tuple[Any, list[fx.Node]]:
     return whole, path
 
 
+def normalised(op: Op) -> tuple[Any, list[fx.Node]]:
+    """The logits x of `x - x.logsumexp(-1, keepdim=True)`, a log_softmax, and the nodes of the logsumexp."""
+    x, subtracted = op.only("input", "other") if op.name == "sub" else (None, None)
+    (summed, views), value, held = viewed(subtracted), tensor(x), tensor(subtracted)
+    whole, rows = summed_rows(summed)
+    if whole is not x or value is None or held is None or not same_shape(held.shape, (*value.shape[:-1], 1)):
+        return None, []
+    return x, [*views, summed, *rows]
+
+
 def _stacked(op: Op) -> Picked | None:
     """A stack of elements gathered from the log_softmax of each row."""
     path: list[fx.Node] = []
@@ -195,10 +210,14 @@ def _of_rows(rows: Iterable[fx.Node | None], path: list[fx.Node]) -> fx.Node | N
 
 
 def viewed(node: Any) -> tuple[Any, list[fx.Node]]:
-    """The value behind views that only add or remove dims of size 1, and the views."""
+    """The value behind views that only add or remove dims of size 1, and the views, the last one first."""
     views: list[fx.Node] = []
     value = tensor(node)
     while value is not None and (op := read(node)) is not None and not op.inplace:
+        if (equal := unbroadcast(node)) is not None:
+            node, behind = equal
+            views += behind
+            continue
         inner = tensor(op.input)
         if inner is None or _large(inner.shape) != _large(value.shape):
             break
@@ -207,6 +226,24 @@ def viewed(node: Any) -> tuple[Any, list[fx.Node]]:
         views.append(node)
         node, value = op.input, inner
     return node, views
+
+
+def in_front_of_views(labels: fx.Node) -> fx.Node:
+    """Labels in the same order and memory, which may be there before what reads a penalty or an entropy.
+
+    Raises:
+        Rejected: they are probabilities.
+    """
+    value = tensor(labels)
+    if value is None or value.dtype not in _LABELS:
+        raise Reason.LOSS.rejected(
+            "the labels are not class indices", "pass class indices instead of probabilities"
+        )
+    while (op := read(labels)) is not None and op.name in VIEWS and not op.inplace:
+        if storage(labels) is None or storage(labels) != storage(op.input):
+            break
+        labels = op.input
+    return labels
 
 
 def _is_plain_index(op: Op) -> bool:

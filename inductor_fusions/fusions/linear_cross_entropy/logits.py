@@ -17,15 +17,16 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...fusion import Rejected
-from ...graph.dims import selection
+from ...graph.dims import permuted_by, selection
 from ...graph.einsum import equation_of
 from ...graph.torch_ops import CASTS, COPIES, Op, linear_of, read, scaled_by, value
 from ...operands import holds, same_shape, tensor
 from ...reasons import Reason
-from .parts import Head, classes_of, one_head, rows_of
+from .parts import Head, classes_of, moves_classes, one_head, rows_of
 
 #: A larger number that is added to logits rounds their digits away, which a softmax sees.
 LARGEST_SHIFT = 1e4
+_TRANSPOSE = "pass logits.transpose(1, 2), or a matrix of logits and a vector of labels"
 
 
 @dataclass(frozen=True)
@@ -81,16 +82,17 @@ class Logits:
         return any(op is not None and op.inplace for op in map(read, self.path))
 
 
-def walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node]) -> Logits:
-    """Walk from logits, whose last dim are the classes, up to the linear that computes them.
+def walk(node: fx.Node, path: list[fx.Node], replayed: list[fx.Node], last: bool = True) -> Logits:
+    """Walk from logits up to the linear that computes them.
 
     Args:
         path, replayed: the nodes behind them, the last one first.
+        last: whether the classes are their last dim; else they are the second one.
 
     Raises:
         Rejected: there is none, or something else in between.
     """
-    return _Walk(path, replayed).to_linear(node)
+    return _Walk(path, replayed, last).to_linear(node)
 
 
 class _Walk:
@@ -100,11 +102,12 @@ class _Walk:
         pointwise: ("mul", factor) and ("tanh", 0.0) of each logit.
         bias: a vector that is added, the number of pointwise operations behind it, and its sum's dtype.
         shift: a number that is added in front of a cap, the same number and dtype; None without one.
+        last: whether the classes are the last dim of what is read; else they are the second one.
         columns, offset, head: as `Logits` has them.
     """
 
-    def __init__(self, path: list[fx.Node], replayed: list[fx.Node]) -> None:
-        self.path, self.replayed = path, replayed
+    def __init__(self, path: list[fx.Node], replayed: list[fx.Node], last: bool) -> None:
+        self.path, self.replayed, self.last = path, replayed, last
         self.pointwise: list[tuple[str, float]] = []
         self.bias: tuple[fx.Node, int, torch.dtype] | None = None
         self.shift: tuple[float, int, torch.dtype] | None = None
@@ -122,7 +125,11 @@ class _Walk:
             if not isinstance(source, fx.Node):
                 raise _no_linear(node)
             node = source
+        if not self.last:
+            raise Reason.LOSS.rejected("the class dim is not the last dim of a linear's result", _TRANSPOSE)
         self.path.append(node)
+        if (turned := permuted_by(node, [1, 0])) is not None:
+            self.path.append(turned)  # the product
         out, (h, w, by_rows, bias) = tensor(node), operands
         if self.bias is not None:
             vector, place, dtype = self.bias
@@ -140,7 +147,8 @@ class _Walk:
         shift, *place_and_dtype = self.shift or (0.0, None, None)
         if shift and (out is None or place_and_dtype != [len(self.pointwise), out.dtype]):
             raise Reason.LOSS.rejected(
-                "a number is added to scaled or cast logits, in front of a tanh or a sigmoid"
+                "a number is added to scaled or cast logits, in front of a tanh or a sigmoid",
+                "add it to the linear's result, and scale and cast behind it",
             )
         bend = _bent(self.pointwise[::-1])
         path, replayed = tuple(reversed(self.path)), tuple(reversed(self.replayed))
@@ -155,6 +163,12 @@ class _Walk:
             if not is_as_wide(op):
                 raise Reason.ROUNDED.rejected(f"{op.name} rounds the logits or moves them to another device")
             source = op.input
+        if source is None and not self.last:
+            if not moves_classes(op):
+                raise Reason.LOSS.rejected(
+                    f"{op.said} reads logits whose class dim is not the last one", _TRANSPOSE
+                )
+            self.last, source = True, op.input
         if source is None:
             source, node = self._part(op)
         self.path.append(node)
@@ -180,7 +194,7 @@ class _Walk:
                 self.shift = number, len(self.pointwise), dtype
             else:
                 self.offset += number * self._factor()
-        elif op.name == "add" and self.bias is None:
+        elif op.name == "add" and self.bias is None and self.last:
             source, vector = _biased(op)
             self.bias = vector, len(self.pointwise), dtype
         else:
@@ -289,9 +303,18 @@ def _of_einsum(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, None] | None:
     return None
 
 
+def _turned(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, None] | None:
+    """x and w of `(w @ x.t()).t()`."""
+    product = permuted_by(node, [1, 0])
+    op = None if product is None else read(product)
+    w, other = op.only("input", "other") if op is not None and op.name == "matmul" else (None, None)
+    x = permuted_by(other, [1, 0])
+    return None if x is None or tensor(w) is None else (x, w, True, None)
+
+
 def product_of(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, fx.Node | None] | None:
     """(input, weight, whether its rows are the classes, bias) of a product with a matrix."""
-    found = linear_of(node) or _of_einsum(node)
+    found = linear_of(node) or _of_einsum(node) or _turned(node)
     if found is None:
         return None
     x, w, by_rows, bias = found

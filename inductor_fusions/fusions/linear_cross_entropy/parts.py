@@ -48,6 +48,13 @@ def rows_of(op: Op) -> tuple[fx.Node, list[fx.Node]] | None:
     return (source, nodes) if keeps or (taken is not None and last not in taken.dims) else None
 
 
+def moves_classes(op: Op) -> bool:
+    """Whether an operation makes (N, C, d1, ...) of (N, d1, ..., C), whose rows are in the same order."""
+    value = tensor(op.node)
+    wanted = [0, value.dim() - 1, *range(1, value.dim() - 1)] if value is not None else []
+    return not op.inplace and permutation(op) == wanted
+
+
 def classes_of(taken: Selection | None) -> tuple[int, int] | None:
     """Which classes are taken of all rows, or of some: the first one, and how many."""
     if taken is None or len(taken.index) - 1 not in taken.dims:

@@ -19,18 +19,16 @@ from torch import fx
 from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
-from ...graph.dims import SELECTS, is_over_last, permutation, selection
+from ...graph.dims import SELECTS, is_over_last, selection, unbroadcast
 from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, forms, read
 from ...operands import holds, same_shape, tensor
 from ...reasons import Reason
 from . import log_probabilities
 from .logits import Logits, is_as_wide, product_of, walk
-from .parts import rows_of
+from .parts import moves_classes, rows_of
 
 #: The operations at which a loss is looked for, beside those that pick log-probabilities.
 _LOSSES = ("cross_entropy", "nll_loss")
-#: Dtypes of labels; those of gathers may be int32.
-_LABELS = (torch.int64, torch.int32)
 _REDUCTIONS: dict[Any, str] = {0: "none", 1: "mean", 2: "sum"}
 #: The operations of hand-written losses.
 _SOFTMAXES = ("log_softmax", "logsumexp")
@@ -70,7 +68,7 @@ _MIXES = (
 _PICKS = ("gather", "take_along_dim")
 #: What may stand between logits and a loss.
 _PASSED = (
-    frozenset("mul div add sub tanh sigmoid stack gather".split())
+    frozenset("mul div add sub tanh sigmoid stack gather broadcast_tensors".split())
     | VIEWS | COPIES | CASTS | _PARTS | TRANSPOSES | {*_SOFTMAXES}
 )  # fmt: skip
 
@@ -86,6 +84,7 @@ class LossSite(Logits):
         gathers: whether the loss is log-probabilities.
         wraps: which labels count from the last class, as in `log_probabilities.Picked`.
         negates: whether the loss is the negative of log-probabilities.
+        raw: whether the loss is the labels' logits, of which others subtract a logsumexp.
     """
 
     loss: fx.Node
@@ -97,6 +96,7 @@ class LossSite(Logits):
     reduction: str = "none"
     wraps: str = ""
     negates: bool = False
+    raw: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,12 @@ def written_out(node: fx.Node) -> Unsupported | None:
             "F.cross_entropy(logits, torch.arange(len(logits), device=logits.device))",
         )
         return Unsupported(node, diagonal)
+    if not ends.keys() - {"getitem", "select"}:
+        number = Reason.LOSS.rejected(
+            "a class is read by its number, which is not a tensor of labels",
+            "logs.gather(-1, torch.full_like(logs[..., :1], number, dtype=torch.long))",
+        )
+        return Unsupported(node, number)
     own = behind(node)[1]
     read_by = f"the {op.name} of a linear's result is" if own else "the logits of a linear are"
     what = " and ".join(sorted(own or ends)[:4])
@@ -197,7 +203,7 @@ def _linear_before(node: Any, steps: int = 8) -> fx.Node | None:
     op = read(node)
     if isinstance(node, fx.Node) and product_of(node) is not None:
         return node
-    if op is None or op.name not in _POINTWISE | _PARTS or not steps:
+    if op is None or op.name not in _POINTWISE | _PARTS | {*_PICKS} or not steps:
         return None
     found = (_linear_before(each, steps - 1) for each in node.all_input_nodes)
     return next((each for each in found if each is not None), None)
@@ -232,7 +238,7 @@ def behind(logits: fx.Node) -> tuple[list[LossSite | Unsupported], dict[str, Non
         if node is not logits and (op is None or op.name not in _PASSED):
             ends[node.name if op is None else op.name] = None
             continue
-        if op is not None and op.name in _PICKS:
+        if op is not None and (op.name in _PICKS or _takes_one_class(op, logits)):
             picks[op.name] = None
         new = [user for user in readers(node) if user not in seen and read(user) is not None]
         seen.update(new)
@@ -240,9 +246,18 @@ def behind(logits: fx.Node) -> tuple[list[LossSite | Unsupported], dict[str, Non
     return found, ends if found or ends else picks
 
 
+def _takes_one_class(op: Op, logits: fx.Node) -> bool:
+    """Whether an operation takes a class by its number."""
+    taken, whole = selection(op.node), tensor(logits)
+    before = None if taken is None else tensor(taken.source)
+    if taken is None or before is None or whole is None or type(taken.index[-1]) is not int:
+        return False
+    return known_true(before.shape[-1] == whole.shape[-1])
+
+
 def are_apart(first: LossSite, second: LossSite) -> bool:
     """Whether two losses read no logit of one linear both."""
-    if first.linear is not second.linear:
+    if first.path[0] is not second.path[0]:  # their products
         return True
     if first.columns is not None and second.columns is not None:
         (a, count), (b, other) = first.columns, second.columns
@@ -285,16 +300,26 @@ def _loss(op: Op) -> LossSite:
         raise Reason.SHAPES.rejected("the logits are not a matrix")
     path: list[fx.Node] = []
     replayed: list[fx.Node] = []
+    last = value.dim() == 2
     if op.name == "nll_loss":
-        logits = _log_softmax(logits, value.dim() == 2, path, replayed)
-    if value.dim() > 2:
-        logits = _classes_last(logits, path)
-    found = walk(logits, path, replayed)
-    _check_labels(labels)
+        logits, last = _log_softmax(logits, last, path, replayed)
+    found = walk(logits, path, replayed, last)
+    labels = log_probabilities.in_front_of_views(labels)
     return LossSite(
         **vars(found), loss=op.node, labels=labels, weights=weights, ignore_index=ignored,
         smoothing=float(smoothing), reduction=reduction,
     )  # fmt: skip
+
+
+def logits_of_labels(op: Op) -> LossSite | None:
+    """The logits of one label for each row."""
+    found = log_probabilities.of(op)
+    if found is None or not found.of_softmax:
+        return None
+    try:
+        return replace(_picked(op, replace(found, of_softmax=False)), raw=True)
+    except Rejected:
+        return None
 
 
 def _picked(op: Op, picked: log_probabilities.Picked) -> LossSite:
@@ -303,34 +328,46 @@ def _picked(op: Op, picked: log_probabilities.Picked) -> LossSite:
     replayed: list[fx.Node] = []
     logits = picked.logits
     if picked.of_softmax:
-        logits = _log_softmax(logits, True, path, replayed)
+        logits, _ = _log_softmax(logits, True, path, replayed)
     found = walk(logits, path, replayed)
-    _check_labels(picked.labels)
-    ordered = replace(found, path=tuple(sorted(found.path)))
+    labels, views = log_probabilities.viewed(picked.labels)
+    shared = [i for i, view in enumerate(views) if view in found.path]  # they are broadcast with the logits
+    nodes = {*found.path, *views[: max(shared, default=0)]}
+    ordered = replace(found, path=tuple(sorted(nodes)))
+    labels = log_probabilities.in_front_of_views(labels)
     return LossSite(
-        **vars(ordered), loss=op.node, labels=log_probabilities.viewed(picked.labels)[0], weights=None,
-        gathers=True, wraps=picked.wraps, negates=picked.negates,
+        **vars(ordered), loss=op.node, labels=labels, weights=None, gathers=True, wraps=picked.wraps,
+        negates=picked.negates,
     )  # fmt: skip
 
 
-def _check_labels(labels: fx.Node) -> None:
-    value = tensor(labels)
-    if value is None or value.dtype not in _LABELS:
-        raise Reason.LOSS.rejected(
-            "the labels are not class indices", "pass class indices instead of probabilities"
-        )
-
-
-def _log_softmax(node: fx.Node, last: bool, path: list[fx.Node], replayed: list[fx.Node]) -> fx.Node:
-    """The operand of the log_softmax that a node is, or takes rows of.
+def _log_softmax(
+    node: fx.Node, last: bool, path: list[fx.Node], replayed: list[fx.Node]
+) -> tuple[fx.Node, bool]:
+    """The operand of the log_softmax that a node is, or takes rows of; it may be logits less their logsumexp.
 
     Args:
-        last: whether the classes are its last dim; else they are the second one.
+        last: whether the classes are the last dim of the node; else they are the second one.
+
+    Returns:
+        The operand, and whether the classes are its last dim.
 
     Raises:
         Rejected: it is none.
     """
     while (op := read(node)) is not None and op.name != "log_softmax" and isinstance(op.input, fx.Node):
+        logits, summed = log_probabilities.normalised(op) if last else (None, [])
+        if logits is not None:
+            path += [node, *summed]
+            return logits, last
+        if (equal := unbroadcast(node)) is not None:
+            node, behind = equal
+            path += behind
+            continue
+        if not last and moves_classes(op):
+            path.append(node)
+            node, last = op.input, True
+            continue
         rows = rows_of(op) if last else None
         if rows is None:
             if op.name not in COPIES | CASTS or not is_as_wide(op):
@@ -350,24 +387,4 @@ def _log_softmax(node: fx.Node, last: bool, path: list[fx.Node], replayed: list[
         raise Reason.ROUNDED.rejected("the logits are rounded before the loss")
     path.append(node)
     assert isinstance(logits, fx.Node)
-    return logits
-
-
-def _classes_last(node: fx.Node, path: list[fx.Node]) -> fx.Node:
-    """The (N, d1, ..., C) of which a transpose made this (N, C, d1, ...)."""
-    op = read(node)
-    while op is not None and op.name in COPIES and not op.inplace:
-        path.append(node)
-        node = op.input
-        op = read(node)
-    value = tensor(node)
-    wanted = [0, value.dim() - 1, *range(1, value.dim() - 1)] if value is not None else []
-    dims = None if op is None or op.inplace else permutation(op)
-    if op is None or dims != wanted:
-        raise Reason.LOSS.rejected(
-            "the class dim is not the last dim of a linear's result",
-            "pass logits.transpose(1, 2), or a matrix of logits and a vector of labels",
-        )
-    path.append(node)
-    assert isinstance(op.input, fx.Node)
-    return op.input
+    return logits, last

@@ -23,7 +23,7 @@ from ...fusion import Rejected
 from ...graph.dims import SELECTS, is_over_last
 from ...graph.torch_ops import CASTS, COPIES, VIEWS, Op, read
 from ...operands import tensor, value
-from . import entropies
+from . import entropies, recognise
 from .entropies import Entropy
 from .logits import Logits, walk
 from .recognise import LossSite, behind
@@ -34,8 +34,10 @@ _PASSED = (
     | frozenset("mul div tanh sigmoid add split split_with_sizes chunk unbind getitem".split())
     | frozenset("detach log_softmax softmax exp sub neg clamp".split())
 )  # fmt: skip
+#: What picks the logits of labels.
+PICKS = ("gather", "take_along_dim", "getitem")
 #: The operations that are looked at behind one.
-_READ = _PASSED | {"sum", "logsumexp"}
+_READ = _PASSED | {"sum", "logsumexp", *PICKS}
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def alone(op: Op) -> LossSite | None:
     logits = None if found is None else _walked(found.logits)
     if found is None or logits is None or not _is_head(logits) or not _is_first(found, logits.linear):
         return None
-    if behind(logits.linear)[0]:
+    if behind(logits.linear)[0] or _is_picked_from(logits.linear):
         return None  # those report it
     path, replayed = logits.path, logits.replayed
     others = [each for _, _, each in _results([logits.linear]) if each is not None]
@@ -103,8 +105,34 @@ def alone(op: Op) -> LossSite | None:
     return LossSite(**vars(whole), loss=op.node, labels=None, weights=None, gathers=True)
 
 
+def picked(op: Op) -> LossSite | None:
+    """The logits of labels, less the logsumexp of each row, which is made of a few rows at a time."""
+    site = recognise.logits_of_labels(op) if op.name in PICKS else None
+    if site is None or not _is_in_difference(op.node) or not _is_head(site) or behind(site.linear)[0]:
+        return None
+    rows = (math.prod(value(each.node).shape) for each in of(site) if each.entropy is None)
+    return site if known_true(sum(rows) >= math.prod(value(op.node).shape)) else None
+
+
+def _is_in_difference(node: fx.Node) -> bool:
+    """Whether only differences read a result: by itself it may have more digits than a logsumexp leaves."""
+    found = [read(user) for user in readers(node)]
+    return all(
+        op is not None and (op.name == "sub" or (op.name in VIEWS | CASTS and _is_in_difference(op.node)))
+        for op in found
+    )
+
+
+def _is_picked_from(linear: fx.Node) -> bool:
+    return any(picked(op) is not None for op in _operations([linear]) if op.name in PICKS)
+
+
 def is_reported(node: fx.Node) -> bool:
-    """Whether an entropy that `alone` finds is computed of what a node gives."""
+    """Whether an entropy that `alone` finds is computed of what a node gives, or `picked` reads it."""
+    op = read(node)
+    summed = _walked(op.input) if op is not None and op.name == "logsumexp" else None
+    if summed is not None and _is_picked_from(summed.linear):
+        return True
     found = (each for _, _, each in _results([node]) if each is not None)
     logits = (_walked(each.logits) for each in found)
     return any(each is not None and _is_head(each) for each in logits)
@@ -112,6 +140,17 @@ def is_reported(node: fx.Node) -> bool:
 
 def _results(matrices: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node, Entropy | None]]:
     """The results behind some nodes, and their logits, depth first."""
+    for op in _operations(matrices):
+        if op.name == "logsumexp" and is_over_last(op):
+            yield op.node, op.input, None
+        if op.name in ("sum", "sub"):
+            entropy = entropies.of(op)
+            if entropy is not None:
+                yield op.node, entropy.logits, entropy
+
+
+def _operations(matrices: Iterable[fx.Node]) -> Iterator[Op]:
+    """The operations behind some nodes, depth first, up to those that give results."""
     waiting = [user for node in matrices for user in readers(node)][::-1]
     seen = set[fx.Node]()
     while waiting:
@@ -120,13 +159,8 @@ def _results(matrices: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node, En
         seen.add(node)
         if op is None or op.name not in _READ or (op.inplace and op.name not in ("mul", "div")):
             continue
-        if op.name == "logsumexp" and is_over_last(op):
-            yield node, op.input, None
-        if op.name in ("sum", "sub"):
-            entropy = entropies.of(op)
-            if entropy is not None:
-                yield node, entropy.logits, entropy
-        if op.name != "logsumexp":
+        yield op
+        if op.name not in ("logsumexp", "gather", "take_along_dim"):
             waiting += reversed(readers(node))
 
 

@@ -126,10 +126,9 @@ class _Pending(threading.local):
         before: the same if the pass has not run in this compile; else None.
     """
 
-    def __init__(self) -> None:
-        self.sites: list[Site] = []
-        self.counted: Counter[str] | None = None
-        self.before: Counter[str] | None = None
+    sites: Sequence[Site] = ()
+    counted: Counter[str] | None = None
+    before: Counter[str] | None = None
 
 
 @dataclass
@@ -220,11 +219,19 @@ _state = _State()
 def begin(in_pass: bool = True) -> None:
     """Forget the pending sites: a new graph begins, or Dynamo restarts an abandoned attempt.
 
+    Those of the bodies in the graph stay, which Inductor passes before it.
+
     Args:
         in_pass: whether the pass before autograd runs. It does not if AOTAutograd's cache has the code.
     """
     now = _joint_records()
-    _pending.sites, _pending.counted, _pending.before = [], now if in_pass else None, None if in_pass else now
+    _pending.sites = _pending.sites if in_pass and _pending.before is not None else ()
+    _pending.counted, _pending.before = (now, None) if in_pass else (None, now)
+
+
+def pending() -> int:
+    """How many sites before autograd are pending."""
+    return len(_pending.sites)
 
 
 def keep_pending(sites: Sequence[Site]) -> None:
@@ -298,10 +305,8 @@ def _enter(served: Counter[str], module: fx.GraphModule) -> None:
         sites = records.located(records.read(key) or [], module)
         with _lock:
             for _ in range(count):
-                _entries.extend(
-                    _Entry(_inductor.trace_id(), replace(site), "" if i else key)
-                    for i, site in enumerate(sites)
-                )
+                for i, site in enumerate(sites):
+                    _entries.append(_Entry(_inductor.trace_id(), replace(site), "" if i else key))
 
 
 def _without_place(site: Site) -> tuple[Any, ...]:
@@ -387,9 +392,7 @@ def _warn_if_nothing(sites: Sequence[Site]) -> None:
     most, count = reasons.most_common(1)[0]
     program = Path((sys.argv or [""])[0])
     command = "print(inductor_fusions.report())"
-    if (
-        program.suffix == ".py" and program.stem != "__main__" and program.is_file()
-    ):  # not `python -m package`
+    if program.suffix == ".py" and program.stem != "__main__" and program.is_file():  # else a package's
         command = f"python -m inductor_fusions run --report {program}"
     what = "a site was not fused"
     if len(sites) > 1:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._config_module import Config, install_config_module
 
-from .absent import AbsentDevice, absent_device, device_guard, is_absent, on_absent_device
+from .absent import AbsentDevice, absent_device, device_guard, is_absent
+from .absent_tensors import on_absent_device
 from .bisector import bisected_away, bisecting, join_bisector
 from .compiling import (
     compile_each_anew,

@@ -1,14 +1,12 @@
-"""A stand-in for a CUDA device that is not in this machine, with fake tensors on it."""
+"""A stand-in for a CUDA device that is not in this machine."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import ctypes
 import functools
 import importlib.util
 import sys
-import traceback
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,12 +15,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from .loading import inductor_config
-from .shapes import is_wrapper
 
 
 @dataclass(frozen=True)
@@ -170,6 +164,8 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
         # No constant is computed on the device, such as `torch.tensor(number, device="cuda")`.
         stack.enter_context(mock.patch.object(fake_tensor.FakeTensorMode, "avoid_device_init", True))
         stack.enter_context(mock.patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", -1))
+        folder = _folded_on_cpu(joint_graph.UniformValueConstantFolder)
+        stack.enter_context(mock.patch.object(joint_graph, "UniformValueConstantFolder", folder))
         stack.enter_context(device_guard())
         _forget_answers()
         stack.callback(_forget_answers)
@@ -198,9 +194,9 @@ def _attention(capability: tuple[int, int]) -> dict[str, Callable[..., bool]]:
         )
 
     def half(params: Any, widest: int) -> bool:
-        dims = {t.shape[-1] for t in (params.query, params.key, params.value)}
+        dim, *others = (t.shape[-1] for t in (params.query, params.key, params.value))
         known = params.query.dtype in (torch.float16, torch.bfloat16) and filled(params)
-        return known and len(dims) == 1 and max(dims) <= widest and max(dims) % 8 == 0
+        return bool(known and all(each == dim for each in others) and dim <= widest and dim % 8 == 0)
 
     def flash(params: Any, debug: bool = False) -> bool:
         return torch.backends.cuda.flash_sdp_enabled() and params.attn_mask is None and half(params, 256)
@@ -280,121 +276,28 @@ def device_guard() -> Iterator[None]:
         registry[_CUDA] = before
 
 
-@contextlib.contextmanager
-def on_absent_device(
-    fn: Callable[..., Any], args: Any, kwargs: Any
-) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
-    """A copy of a function and of its arguments with fake tensors on "cuda:0"; computing gives fakes inside.
+class _OnCPU(TorchFunctionMode):
+    """What is computed inside is computed on the CPU, also what names another device."""
 
-    Args:
-        fn: a module, a method of one, or a function; parameters and buffers are those that are moved.
-        args, kwargs: of which tensors are moved.
-
-    Raises:
-        ValueError: inside, a value of a tensor is read.
-    """
-    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    mode = _selecting_all()
-    memo: dict[int, Any] = {}
-
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in memo:
-            with mode, torch.no_grad():
-                if is_wrapper(tensor):
-                    fake = mode.from_tensor(tensor).to("cuda:0")
-                else:
-                    fake = torch.empty_strided(
-                        tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cuda:0"
-                    )
-            if isinstance(tensor, nn.Parameter):
-                fake = nn.Parameter(fake, tensor.requires_grad)
-            memo[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
-            # Sizes that are marked dynamic, the scales of a quantised weight.
-            beside = {name: value for name, value in vars(tensor).items() if name not in vars(fake)}
-            vars(fake).update(moved_with(beside) if not is_wrapper(tensor) else {})
-        found: torch.Tensor = memo[id(tensor)]
-        return found
-
-    def moved_with(found: Any) -> Any:
-        """A copy of `found`, with the tensors in it moved."""
-        how: Any = {"__deepcopy__": lambda tensor, memo: moved(tensor)}
-        with mock.patch.multiple(torch.Tensor, **how), mock.patch.multiple(nn.Parameter, **how):
-            return copy.deepcopy(found, memo)
-
-    module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
-    if isinstance(module, nn.Module):
-        for tensor in [*module.parameters(), *module.buffers()]:
-            moved(tensor)
-    args, kwargs = (pytree.tree_map_only(torch.Tensor, moved, each) for each in (args, kwargs))
-    fn = copy.deepcopy(fn, memo)
-    deduce = UniformValueConstantFolder._deduce_value
-
-    def deduced(folder: Any, node: Any) -> Any:
-        with _OnCPU():  # type: ignore[no-untyped-call]
-            return deduce(folder, node)
-
-    with (
-        mock.patch.object(UniformValueConstantFolder, "_deduce_value", deduced),
-        inductor_config().patch(shape_padding=False),  # which is timed on the device
-        mode,
-    ):
-        try:
-            yield fn, args, kwargs
-        except GuardOnDataDependentSymNode as error:
-            raise ValueError(
-                f"tensors of an absent GPU have no values, but {_reader(error)} reads one"
-            ) from error
-
-
-def _selecting_all() -> Any:
-    """A mode of fake tensors in which no operation between graphs has a result of unknown size.
-
-    `masked_select` and others have as many results as their largest operand has elements. An unknown size
-    would be an input of the next graph, which autograd cannot trace.
-    """
-    from torch._guards import TracingContext
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    # No subclass: operators of higher order have rules for FakeTensorMode itself alone.
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
-    dispatch = mode.dispatch
-
-    def select_all(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = dispatch(func, types, args, kwargs)
-        if TracingContext.try_get() is not None:
-            return found
-
-        def known(result: torch.Tensor) -> torch.Tensor:
-            operands = (each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, FakeTensor))
-            most = max((operand.numel() for operand in operands), default=None)
-            if most is None or all(isinstance(size, int) for size in result.shape):
-                return result
-            return result.new_empty([size if isinstance(size, int) else most for size in result.shape])
-
-        return pytree.tree_map_only(FakeTensor, known, found)
-
-    vars(mode)["dispatch"] = select_all
-    return mode
-
-
-def _reader(error: BaseException) -> str:
-    """The line of the user's code that raised: the last one that is neither torch's nor ours."""
-    ours = tuple(str(Path(file).parent) for file in (torch.__file__, Path(__file__).parent))
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f"{each.filename}:{each.lineno}" for each in frames if not each.filename.startswith(ours)]
-    return theirs[-1] if theirs else "the model"
-
-
-class _OnCPU(TorchDispatchMode):
-    """Constants that a pass folds are made on the CPU."""
-
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if isinstance(kwargs.get("device"), torch.device):
-            kwargs["device"] = torch.device("cpu")
+        args, kwargs = pytree.tree_map_only(
+            torch.device, lambda device: torch.device("cpu"), (args, kwargs or {})
+        )
         return func(*args, **kwargs)
+
+
+def _folded_on_cpu(stock: Any) -> Any:
+    """Inductor's folder of constants, which makes them on the device of their values."""
+
+    class Folder(stock):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            with _OnCPU():
+                super().__init__(*args, **kwargs)
+
+        def run(self) -> Any:
+            with _OnCPU():
+                return super().run()
+
+    return Folder

@@ -69,6 +69,7 @@ class FusionPass(CustomGraphPass):
         if self.stage == "pre_grad" and not is_body(graph):
             reporting.begin()
             _inductor.share_fake_mode(graph)
+        first = reporting.pending() if self.stage == "pre_grad" else 0
         watcher = watching.current()
         if watcher is not None:
             watcher.begins(self.stage, graph)
@@ -85,7 +86,7 @@ class FusionPass(CustomGraphPass):
         for _, some in itertools.groupby(fusions, lambda each: containment.is_foreign(each) and each.name):
             with held():
                 for fusion in some:
-                    sites += apply(fusion, graph, len(sites))
+                    sites += apply(fusion, graph, first + len(sites))
                     # A graph that was broken is replaced by the copy from before.
                     graph = owner.graph if isinstance(owner, fx.GraphModule) else graph
         if self.stage == "post_grad":

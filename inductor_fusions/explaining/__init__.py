@@ -99,8 +99,8 @@ def explain(
         train: also compile the backward, for every floating output that requires a gradient.
         dynamic: as in `torch.compile`.
         gpu: name of a GPU, such as "nvidia_h200", that need not be in this machine: list what would be fused
-            there. Nothing is computed: `fn` must not read values of tensors, and its tensors must be
-            arguments, parameters or buffers.
+            there. Nothing is computed on it: `fn` must not read values of tensors there, and its tensors must
+            be arguments, parameters or buffers.
         kwargs: keyword arguments of `fn`.
 
     Returns:

@@ -80,7 +80,7 @@ _SYNONYMS = {
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne",
     "_safe_softmax": "safe_softmax", "clip": "clamp",
     "concat": "cat", "concatenate": "cat", "absolute": "abs", "cross_entropy_loss": "cross_entropy",
-    "nll_loss_nd": "nll_loss", "_get_data_attr": "detach",
+    "nll_loss_nd": "nll_loss", "_get_data_attr": "detach", "as_tensor": "tensor", "asarray": "tensor",
 }  # fmt: skip
 
 VIEWS = frozenset(
@@ -193,7 +193,7 @@ _FUNCTION_ARGUMENTS: dict[Any, tuple[str, ...]] = {
 }
 _ARGUMENT_NAMES = {
     "self": "input", "mat2": "other", "tensor": "other", "train": "training", "axis": "dim",
-    "vec2": "other",
+    "vec2": "other", "obj": "data",
 }  # fmt: skip
 
 

@@ -183,6 +183,36 @@ def checkpointed(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(block, x, use_reentrant=False, context_fn=blocks.save_products)
 
 
+def in_checkpoint(loss, *args):
+    return checkpoint(loss, *args, use_reentrant=False)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_sites_in_a_checkpoint(times: int, fresh_cache: None) -> None:
+    """Inductor passes the body of a checkpoint before the graph that runs it, which has a site as well."""
+
+    def loss(x, w, y):
+        return torch.nn.functional.cross_entropy(x @ w.mT, y)
+
+    def fn(x, w, y, *qkv):
+        return sum(in_checkpoint(loss, x, w, y + i) for i in range(times)) + attention(*qkv).sum()
+
+    wanted = []
+    for _ in range(3):
+        torch._dynamo.reset()
+        counters.clear()
+        inductor_fusions.clear()
+        x, w, *qkv = (torch.randn(s, requires_grad=True) for s in [(21, 32), (56, 32), *[(1, 2, 4, 8)] * 3])
+        with config.patch(policy="always"):
+            torch.compile(fn)(x, w, torch.zeros(21, dtype=torch.int64), *qkv).backward()
+        found = [(site.fusion, site.verdict, site.backend) for site in inductor_fusions.report()]
+        wanted = wanted or found
+        assert found == wanted and found.count(("linear_cross_entropy", "fused", "")) == times
+        assert ("attention", "fused", "flash") in found
+        assert counters["inductor"]["fusions_linear_cross_entropy"] == times
+        assert counters["inductor"]["fusions_attention"] == 1
+
+
 def site(reason: str = "") -> inductor_fusions.Site:
     return inductor_fusions.Site("attention", "rejected", "n", reason=reason)
 

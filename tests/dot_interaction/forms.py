@@ -87,6 +87,7 @@ SPELLINGS: dict[str, Function] = {
     "triu with diagonal": with_indices(lambda: torch.triu_indices(F, F)),
     "tril with diagonal": with_indices(lambda: torch.tril_indices(row=F, col=F)),
     "lists": lambda x, t: torch.cat([x, products(t)[:, LI, LJ]], 1),
+    "asarray": lambda x, t: torch.cat([x, products(t)[:, torch.asarray(LI), torch.as_tensor(LJ)]], 1),
     "matmul": lambda x, t: torch.cat([x, (t @ t.mT)[:, LI, LJ]], -1),
     "permute": lambda x, t: torch.cat([x, torch.matmul(t, t.permute(0, 2, 1))[:, LI, LJ]], dim=-1),
     "einsum": lambda x, t: torch.cat([x, torch.einsum("bid,bjd->bij", t, t)[:, LI, LJ]], 1),

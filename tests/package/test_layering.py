@@ -74,7 +74,8 @@ LAYERS = {
 }
 # The same inside _inductor/. Its __init__ imports them all; the rest of the package imports that alone.
 PRIVATE_LAYERS = {
-    "absent": {"loading", "shapes"},
+    "absent": set(),
+    "absent_tensors": {"loading", "shapes"},
     "moving": {"absent", "shapes"},
     "loading": set(),
     "versions": set(),

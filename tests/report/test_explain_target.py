@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -52,18 +53,66 @@ def test_a_torch_that_is_built_with_cuda(monkeypatch):
     assert site.verdict == "fused"
 
 
-def test_a_number_that_the_function_puts_on_the_device():
-    def divided(q, k, v):
-        return torch.softmax(q @ k.mT / torch.tensor(8.0, device=q.device), dim=-1) @ v
+def scaled(number):
+    """Attention whose scores are divided by what is made of the queries."""
 
-    (site,) = explain(divided, *inputs(512), gpu="nvidia_h200")
-    assert site.verdict == "fused"
+    def fn(q, k, v):
+        divisor = number(q)  # a graph may end here
+        return torch.softmax(q @ k.mT / divisor, dim=-1) @ v
+
+    return fn
+
+
+def filled(q, k, v):
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    fill = torch.asarray(-1e9, dtype=q.dtype, device=q.device)
+    return torch.softmax(torch.where(seen, q @ k.mT, fill), dim=-1) @ v
+
+
+def of_some_queries(q, k, v):
+    """As Informer's attention, which looks at some keys first, and takes some queries."""
+    count = 8 * np.ceil(np.log(k.shape[2])).astype("int").item()
+    some = k[:, :, torch.randint(k.shape[2], (q.shape[2], count))]
+    top = (q[:, :, :, None] @ some.mT).squeeze(-2).amax(-1).topk(count, sorted=False).indices
+    return attention(q.gather(2, top[..., None].expand(-1, -1, -1, q.shape[3])), k, v)
+
+
+CONSTANTS = {
+    "on the device": scaled(lambda q: torch.tensor(8.0, device=q.device)),
+    "moved there": lambda q, k, v: attention(q, k, v) * torch.tensor([8.0]).to(q.device),
+    "moved as another": lambda q, k, v: torch.cat([attention(q, k, v), torch.zeros(1).expand_as(q).to(q)], 1),
+    "of another": lambda q, k, v: attention(q, k, v) * q.new_tensor(8.0),
+    "a fill": filled,
+    "times an integer": lambda q, k, v: attention(q, k, v) + q * 0 + q.int() * 0,
+    "read on the CPU": scaled(lambda q: torch.tensor(64.0).sqrt().item()),
+    "read of NumPy": scaled(lambda q: np.ceil(np.sqrt(q.shape[3])).astype("int").item()),
+    "random on the CPU": of_some_queries,
+}
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("fn", CONSTANTS.values(), ids=CONSTANTS)
+def test_constants(fn, train):
+    """Passes fold constants as on the device, and what is on the CPU has values."""
+    with config.patch(policy="always"):
+        found = explain(fn, *(t.requires_grad_() for t in inputs(128, 2)), train=train, gpu="nvidia_h200")
+    assert [site.verdict for site in found if site.fusion == "attention"] == ["fused"]
 
 
 def test_a_target_without_a_table_is_estimated_from_another_device():
     (site,) = explain(attention, *inputs(1024), gpu="l4")
     assert site.verdict == "fused"
     assert "nvidia_h100_80gb_hbm3" in site.kernel
+
+
+@pytest.mark.parametrize(("fn", "reason"), [
+    (attention, ""),
+    (lambda q, k, v: torch.tanh(q @ k.mT).softmax(-1) @ v, "flex attention needs constant head dims"),
+], ids=["sdpa", "flex"])  # fmt: skip
+def test_symbolic_head_dims(fn, reason):
+    with config.patch(policy="always"):
+        (site,) = explain(fn, *inputs(128), gpu="nvidia_h200", dynamic=True)
+    assert site.verdict == ("left to stock" if reason else "fused") and site.reason.endswith(reason)
 
 
 def test_a_linear_where_nothing_carries_over():
@@ -248,9 +297,32 @@ def test_what_is_selected_by_value(train):
     assert "fused" in {site.verdict for site in found if site.fusion == "attention"}
 
 
-def test_a_value_that_is_read_is_named_by_its_line():
+def written(x):
+    """A number on the CPU that is overwritten by one of the GPU."""
+    number = torch.zeros(2)
+    number[:1].copy_(x.sum())
+    return number.max()
+
+
+@torch.compiler.disable
+def written_in_a_list(x):
+    number = torch.zeros(2)
+    torch._foreach_add_([number[:1]], [x.sum().cpu()[None]])
+    return number.max()
+
+
+READ = {
+    "on the GPU": torch.sum,
+    "written from it": written,
+    "outside of graphs": torch.compiler.disable(written),
+    "in a list": written_in_a_list,
+}
+
+
+@pytest.mark.parametrize("number", READ.values(), ids=READ)
+def test_a_value_that_is_read_is_named_by_its_line(number):
     def branches(x, w):
-        return (x @ w).relu() if x.sum() > 0 else x @ w
+        return (x @ w).relu() if number(x) > 0 else x @ w
 
     with pytest.raises(ValueError, match=r"have no values, but .*test_explain_target\.py:\d+ reads one"):
         explain(branches, torch.ones(8, 8), torch.ones(8, 8), gpu="nvidia_h200")

@@ -298,7 +298,9 @@ def takes(problem: Problem) -> str:
         return "flex attention does not support torch.func.grad"
     if device not in DEVICES:
         return f"flex attention is used on {' and '.join(sorted(DEVICES))} only, not on {device}"
-    if not all(isinstance(dim, int) and dim >= 16 for dim in dims):
+    if not all(isinstance(dim, int) for dim in dims):
+        return "flex attention needs constant head dims"
+    if min(dims) < 16:
         return "flex attention needs head dims of at least 16"
     if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"flex attention does not support {problem.dtype}"

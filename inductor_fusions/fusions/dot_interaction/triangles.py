@@ -50,8 +50,8 @@ def _content(index: Any) -> list[int] | None:
         return list(index) if all(type(number) is int for number in index) else None
     if not isinstance(index, fx.Node):
         return None
-    if index.target in (torch.tensor, torch.as_tensor) and len(index.args) == 1:
-        return _content(index.args[0]) if isinstance(index.args[0], (list, tuple)) else None
+    if op is not None and op.name == "tensor":
+        return _content(op["data"]) if isinstance(op["data"], (list, tuple)) else None
     if index.target is not operator.getitem or not isinstance(index.args[0], fx.Node):
         return None
     source, which = index.args[0], index.args[1]

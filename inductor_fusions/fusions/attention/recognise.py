@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -75,7 +76,7 @@ def reaches_product(
         outside: what holds a result of a region in the graph that runs it.
     """
     made = read(start)
-    if made is not None and made.name not in SOFTMAXES and _is_of_products(made.input):
+    if made is not None and made.name not in SOFTMAXES and any(map(_is_of_products, _factors(made))):
         return True
     frontier, seen, parts = [start], {start}, set[fx.Node]()
     while frontier and len(seen) < 64:
@@ -100,6 +101,11 @@ def reaches_product(
                 frontier.append(user)
     sums = [op for node in parts if (op := read(node)) is not None and op.name == "add"]
     return any({op.input, op["other"]} <= parts and _is_wider(op.node, start) for op in sums)
+
+
+def _factors(op: torch_ops.Op) -> tuple[Any, ...]:
+    """What an operation multiplies or divides."""
+    return (op.input, op["other"]) if op.name == "mul" else (op.input,)
 
 
 def _is_of_products(node: object) -> bool:
@@ -255,7 +261,7 @@ def _read(
     if above.chooses:
         raise Rejected(OWN_VALUES)
     if written.division is not None:
-        divided(site, written.division, written.inside)
+        divided(site, written.division, written.inside, at)
     if logsumexp is not None:
         read_sink(site, logsumexp)
     site.partners += _partners(above, softmax, interpreter, beside)

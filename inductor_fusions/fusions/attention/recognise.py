@@ -26,6 +26,7 @@ from ...reasons import Reason
 from .arrangement import NOT_OVER_KEYS, OWN_VALUES, Arrangement, Misplaced
 from .logsumexp_sink import logsumexp_of, read_sink
 from .masks import Interpreter
+from .no_product import NO_PRODUCT
 from .normal_form import Attention, Below, Sink, Term
 from .operands import Operand, product
 from .output import MERGED, read_epilogue
@@ -193,9 +194,11 @@ def recognise(softmax: fx.Node, interpreter: Interpreter, beside: Collection[fx.
             return _read(written, at, interpreter, beside, merged=True)
         except Rejected as miss:
             named = any(other.reason == OWN_VALUES for other in misses)
-            misses += [miss] if miss.reason == MERGED and not named else []
+            said = miss.reason == MERGED or miss.code == Reason.USED_ELSEWHERE.code
+            misses += [miss] if said and not named else []
     if not found:
-        raise min(misses, key=lambda miss: (isinstance(miss, Misplaced), miss.reason == NOT_OVER_KEYS))
+        last = (NO_PRODUCT, NOT_OVER_KEYS)
+        raise min(misses, key=lambda miss: (isinstance(miss, Misplaced), miss.reason in last))
     return max(found, key=lambda pair: _rank(pair[0], pair[1], scores))[0]
 
 
@@ -243,6 +246,7 @@ def _read(
     site = replace(site, softmax=softmax, softmax_lead=at.sizes(weights.shape), readers=above.readers)
     site.by_logsumexp = written.by_logsumexp
     if merged:
+        _partners(above, softmax, interpreter, beside)  # what reads the scores elsewhere is the first reason
         _take_apart(site)
         if written.sink is not None:
             raise Rejected(MERGED)

@@ -296,7 +296,8 @@ def _inverts(op: Op) -> Any:
 
 def sums_at(node: Any) -> Sums | None:
     """The sums that a node holds, perhaps raised by a small number that avoids a division by zero."""
-    more, least, zero, inverse, tensors, order = 0.0, 0.0, None, False, False, ()
+    more, least, zero, inverse, tensors = 0.0, 0.0, None, False, False
+    order: tuple[int, ...] = ()
 
     def step(op: Op, appended: bool) -> Any:
         nonlocal more, least, zero, inverse, tensors, order
@@ -305,7 +306,7 @@ def sums_at(node: Any) -> Sums | None:
             inverse = True
             return inverted if first else None
         if not order and (dims := permutation(op)) is not None:
-            order = (*dims, len(dims)) if appended else dims
+            order = (*dims, len(dims)) if appended else tuple(dims)
             return op.input if order[-1] == len(order) - 1 else None
         number, source = op["other"], op.input
         if op.name == "add" and op["alpha"] is None:

@@ -102,7 +102,7 @@ class HandWritten(Candidate):
             problem.autocast = dict(state.autocast).get(problem.q.value.device.type) is not None
             if not problem.autocast:
                 self._check_dtypes(site)
-            check_empty_rows(problem, site.by_logsumexp)
+            check_empty_rows(problem, site)
             self.choice = kernels.choose(problem)
         check_sizes(problem)  # what held above becomes guards
         for partner in site.partners:

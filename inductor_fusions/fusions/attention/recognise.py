@@ -48,8 +48,11 @@ _LOGARITHMS = frozenset("log log2 log1p log_softmax log_sigmoid".split())
 
 #: Operations that may be between scores and one of two softmaxes that read them.
 _OF_SCORES = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
-    "getattr", "mul", "div", "add", "sub", "masked_fill", "where",
+    "getattr", "mul", "div", "add", "sub", "masked_fill", "where", "clamp", "clamp_min", "amax", "max",
+    "getitem",
 }  # fmt: skip
+#: How many of them are followed. Layers that add their scores to those of the next one have a few each.
+_MOST_BEHIND = 256
 
 
 def is_in_attention(match: Match) -> bool:
@@ -281,19 +284,21 @@ def _partners(
         Rejected: something else reads them.
     """
     found: list[fx.Node] = []
+    elsewhere: dict[fx.Node, Rejected] = {}
     for reader in above.others:
-        partner = _softmax_behind(reader)
-        elsewhere = Reason.USED_ELSEWHERE(f"the scores are {read_by_other(reader)}")
+        said = Reason.USED_ELSEWHERE(f"the scores are {read_by_other(reader)}")
         if above.writes_by_view is not None:
-            elsewhere = Reason.OVERWRITTEN(f"{above.writes_by_view.name} overwrites the scores")
-        if partner is None or partner is softmax:
-            raise Rejected(elsewhere)
-        if partner not in beside:
-            try:
-                recognise(partner, interpreter, (*beside, softmax))
-            except Rejected:
-                raise Rejected(elsewhere) from None
-            found.append(partner)
+            said = Reason.OVERWRITTEN(f"{above.writes_by_view.name} overwrites the scores")
+        partners = _softmaxes_behind(reader)
+        if not partners or softmax in partners or above.writes_by_view is not None:
+            raise Rejected(said)
+        found += [each for each in partners if each not in (*beside, *found)]
+        elsewhere |= {each: Rejected(said) for each in partners if each not in elsewhere}
+    for partner in found:  # of one, the others are taken to be attentions: all have to be
+        try:
+            recognise(partner, interpreter, (*beside, softmax, *found))
+        except Rejected:
+            raise elsewhere[partner] from None
     return found
 
 
@@ -318,13 +323,22 @@ def _take_apart(site: Attention) -> None:
         site.terms[place] = replace(term, node=operand, lead=site.lead)
 
 
-def _softmax_behind(node: fx.Node) -> fx.Node | None:
-    """The softmax that alone reads what an operation makes of scores, through others of its kind."""
-    while (op := read(node)) is not None and not op.inplace:
+def _softmaxes_behind(node: fx.Node) -> list[fx.Node]:
+    """The softmaxes that alone read what an operation makes of scores, through others of its kind."""
+    found, waiting = list[fx.Node](), [node]
+    for each in waiting:
+        op, read_by = read(each), readers(each)
+        if (
+            op is None
+            or not read_by
+            or (op.inplace and op.name != "masked_fill")
+            or len(waiting) > _MOST_BEHIND
+        ):
+            return []
         if op.name in SOFTMAXES:
-            return node
-        read_by = readers(node)
-        if len(read_by) != 1 or op.name not in _OF_SCORES:
-            return None
-        (node,) = read_by
-    return None
+            found.append(each)
+        elif op.name in _OF_SCORES:
+            waiting += [user for user in read_by if user not in waiting]
+        else:
+            return []
+    return found

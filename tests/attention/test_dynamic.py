@@ -169,15 +169,15 @@ def test_bias_cut_to_the_length() -> None:
     check(fn, inputs, dynamic=True, train=False)
 
 
-def test_blocks_of_inputs_with_symbols_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_inputs_with_symbols_of_their_own() -> None:
     """The numbers of blocks are quotients: the product makes a guard of their equality."""
-    monkeypatch.setattr("torch.fx.experimental._config.use_duck_shape", False)
 
     def fn(q, k, v):
         q, k, v = (x.unflatten(1, (-1, 5)) for x in (q, k, v))
         return torch.softmax(q @ k.mT * 0.3, -1) @ v
 
-    check(fn, [rand(3, 20, 16) for _ in range(3)], dynamic=True)
+    with torch.fx.experimental._config.patch(use_duck_shape=False):
+        check(fn, [rand(3, 20, 16) for _ in range(3)], dynamic=True)
 
 
 def two_windows(q, k, v, first, second):

@@ -17,7 +17,29 @@ def known_true(condition: Any) -> bool:
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    return bool(statically_known_true(condition))
+    return bool(statically_known_true(condition)) or _is_guarded(condition)
+
+
+def _is_guarded(condition: Any) -> bool:
+    """Whether an equality follows from guards that operations of the graph have made.
+
+    torch makes two symbols one where they are equal, but does not conclude from a guard on two quotients.
+    """
+    node = getattr(condition, "node", None)
+    asked = None if node is None else _sides(node.expr)
+    if node is None or asked is None or node.shape_env is None:
+        return False
+    equal = [sides for guard in node.shape_env.guards if (sides := _sides(guard.expr)) is not None]
+    known, before = {asked[0]}, 0
+    while before < len(known):
+        before = len(known)
+        known.update(*(sides for sides in equal if not known.isdisjoint(sides)))
+    return asked[1] in known
+
+
+def _sides(relation: Any) -> tuple[Any, Any] | None:
+    """Both sides of an equality; None of anything else."""
+    return relation.args if relation.is_Relational and relation.rel_op == "==" else None
 
 
 def holds_now(condition: Any) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from ..operands import holds, tensor, value
+from .equal import first_equal
 
 aten = torch.ops.aten
 
@@ -331,7 +332,7 @@ def identity(node: fx.Node) -> tuple[Any, ...]:
     if base.op == "call_function" and base.target is aten.constant_pad_nd.default and not base.kwargs:
         pads = tuple(str(rest) for rest in base.args[1:])
         return ("pad", pads, identity(base.args[0]), tuple(casts), shape)
-    return (base, tuple(casts), shape)
+    return (first_equal(base), tuple(casts), shape)
 
 
 def users_behind(node: fx.Node, targets: frozenset[Any] = VIEWS) -> Iterator[fx.Node]:

@@ -31,7 +31,7 @@ _BY_ARGUMENTS = {
     "new_ones new_zeros ones_like zeros_like view reshape flatten unflatten view_as reshape_as _unsafe_view "
     "expand expand_as broadcast_to permute t contiguous clone detach alias lift_fresh_copy lift_fresh repeat "
     "to type_as type _to_copy convert_element_type float half bfloat16 double bool int long cpu cuda "
-    "_transformer_encoder_layer_fwd _native_multi_head_attention topk isnan",
+    "_transformer_encoder_layer_fwd _native_multi_head_attention topk isnan reciprocal",
     "input other": "add sub rsub mul div min max minimum maximum matmul bmm eq ne lt le gt ge bitwise_and "
     "bitwise_or logical_and logical_or",
     "input exponent": "pow",

@@ -93,6 +93,15 @@ def test_fills_whose_gradient_autograd_does_not_drop() -> None:
     check(finite, (*qkv(N, N), mask), train=False)
     unfused(finite, (*qkv(N, N), mask), "overwritten")
 
+    def of_a_linear(x: Any, memory: Any, w: Any, bias: Any, mask: Any) -> Any:
+        s = (x.tanh() @ w.mT).squeeze(-1)
+        s.data.masked_fill_(mask, -1e9)
+        return (bias + s).softmax(1)[:, None] @ memory
+
+    inputs = (rand(B, N, 8), rand(B, N, 8), rand(1, 8), rand(B, N), mask[:, 0, 2])
+    check(of_a_linear, inputs, train=False)
+    unfused(of_a_linear, inputs, "overwritten")
+
 
 def test_detached_scores_that_are_read() -> None:
     def read_too(q: Any, k: Any, v: Any, mask: Any) -> Any:

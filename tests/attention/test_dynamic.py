@@ -169,6 +169,17 @@ def test_bias_cut_to_the_length() -> None:
     check(fn, inputs, dynamic=True, train=False)
 
 
+def test_blocks_of_inputs_with_symbols_of_their_own() -> None:
+    """The numbers of blocks are quotients: the product makes a guard of their equality."""
+
+    def fn(q, k, v):
+        q, k, v = (x.unflatten(1, (-1, 5)) for x in (q, k, v))
+        return torch.softmax(q @ k.mT * 0.3, -1) @ v
+
+    with torch.fx.experimental._config.patch(use_duck_shape=False):
+        check(fn, [rand(3, 20, 16) for _ in range(3)], dynamic=True)
+
+
 def two_windows(q, k, v, first, second):
     rows, keys = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
     seen = (rows - keys < first) & (rows - keys < second) & (keys - rows < first) & (keys - rows < second)

@@ -70,6 +70,37 @@ def test_einsum_on_three_dims(equation: str, shape: tuple[int, ...], monkeypatch
     assert seen.products(0) == seen.products(1) == 0
 
 
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_inputs_that_are_computed_more_than_once(train: bool) -> None:
+    """AOTAutograd merges equal operations in training alone."""
+
+    def normed(x: Any, w: Any, v: Any, u: Any) -> Any:
+        return tuple(F.linear(F.rms_norm(x, (64,)), each) for each in (w, v, u))
+
+    def gated(x: Any, w: Any, v: Any, p: Any) -> Any:
+        return F.silu(F.linear(x * p, w)) * F.linear(x * p, v)
+
+    x, w, v, u = rand(2, 16, 64), rand(64, 64), rand(64, 64), rand(64, 64)
+    seen = check(normed, (x, w, v, u), train=train)
+    assert seen.fused("qkv") >= 1 and seen.products() == 0
+    seen = check(gated, (x, w, v, rand(2, 16, 1)), train=train)
+    assert seen.fused("qkv" if train else "gated_mlp") and seen.products() == 0
+
+
+def test_inputs_that_are_computed_in_two_ways() -> None:
+    """Norms with two epsilons, and two draws of a dropout, are two inputs."""
+
+    def normed(x: Any, w: Any, v: Any) -> Any:
+        return F.linear(F.rms_norm(x, (64,), None, 1e-5), w), F.linear(F.rms_norm(x, (64,), None, 0.1), v)
+
+    def dropped(x: Any, w: Any, v: Any) -> Any:
+        return F.linear(F.dropout(x, 0.5), w), F.linear(F.dropout(x, 0.5), v)
+
+    inputs = rand(2, 16, 64), rand(64, 64), rand(64, 64)
+    assert not check(normed, inputs).fused("qkv")
+    assert not run(dropped, inputs).fused("qkv")
+
+
 def linears(x: Any, *weights: Any) -> Any:
     return tuple(F.linear(x, w) for w in weights)
 

@@ -41,6 +41,30 @@ def questions_of_a_context(context: Any, question: Any, w: Any) -> Any:
     return scores.softmax(-1) @ question
 
 
+@form((2, 13, 8), (2, 13, 8), (1, 8), (2, 13))
+def decoder_state_by_a_linear(x: Any, memory: Any, w: Any, bias: Any) -> Any:
+    scores = F.linear(torch.tanh(x), w).squeeze(-1) + bias
+    return torch.bmm(scores.softmax(1)[:, None], memory).squeeze(1)
+
+
+@form((2, 9, 8), (2, 9, 9, 8), (3, 8), fused=0, reasons=("keys of its own",))
+def weights_of_pairs(v: Any, pairs: Any, w: Any) -> Any:
+    """As AlphaFold 3: each row of the pairs is one of keys."""
+    return (pairs @ w.T).permute(0, 3, 1, 2).softmax(-1) @ v[:, None]
+
+
+@form((3, 8), (2, 9, 8), (2, 3, 9, 8), fused=0, reasons=("values of its own",))
+def weights_of_experts(q: Any, k: Any, v: Any) -> Any:
+    return (q @ k.mT).softmax(-1)[:, :, None] @ v
+
+
+@form((2, 5, 8), (2, 9, 8), fused=0, reasons=("used-elsewhere",))
+def scores_normed_before_a_matrix_of_them(q: Any, c: Any) -> Any:
+    s = torch.bmm(c, q.mT)
+    s = s / (s.pow(2).sum(2, keepdim=True).sqrt() + 1e-8)
+    return (s.mT.contiguous().view(-1, 9) * 4).softmax(-1).view(2, 5, 9) @ c
+
+
 @form((8,), (2, 13, 8))
 def pooling_by_a_learned_query(query: Any, x: Any) -> Any:
     return einsum("bn,bnd->bd", (einsum("d,bnd->bn", query, x) * 0.3).softmax(-1), x)

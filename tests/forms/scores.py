@@ -56,6 +56,47 @@ def queries_of_mixed_heads(q: Any, k: Any, v: Any, mix: Any) -> Any:
     return (q @ k.mT * 8**-0.5).softmax(-1) @ v
 
 
+@form(*QKV, lambda: torch.rand(2, 1, 9, 9))
+def log_softmax_and_a_prior(q: Any, k: Any, v: Any, prior: Any) -> Any:
+    """As RAD-TTS: the logsumexp is a number of each row."""
+    return (scored(q, k).log_softmax(-1) + torch.log(prior + 1e-8)).softmax(-1) @ v
+
+
+@form(*QKV, fused=0, reasons=("in-between",))
+def log_softmax_over_the_queries(q: Any, k: Any, v: Any) -> Any:
+    return scored(q, k).log_softmax(-2).softmax(-1) @ v
+
+
+@form(*QKV, fused=0, reasons=("in-between",))
+def function_of_log_softmax(q: Any, k: Any, v: Any) -> Any:
+    return scored(q, k).log_softmax(-1).tanh().softmax(-1) @ v
+
+
+def without_keys(scores: Any) -> Any:
+    """One query of the second sample sees no key."""
+    hidden = torch.zeros(2, 1, 9, 9, dtype=torch.bool).index_fill(-1, torch.tensor([3, 4]), True)
+    hidden[1, :, 2] = True
+    return scores.masked_fill(hidden, -1e9)
+
+
+@form(*QKV, (9, 9), fused=0, reasons=("empty-rows",))
+def log_softmax_of_rows_without_keys(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    """The logsumexp takes the fill away, so such a row has the weights of the bias."""
+    return (without_keys(scored(q, k)).log_softmax(-1) + bias).softmax(-1) @ v
+
+
+@form(*QKV, (9, 9), fused=0, reasons=("empty-rows",))
+def bias_behind_the_largest_score_of_fills(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    s = without_keys(scored(q, k))
+    return (s - s.amax(-1, keepdim=True) + bias).softmax(-1) @ v
+
+
+@form(*QKV, (9, 9))
+def bias_in_front_of_the_largest_score(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    s = without_keys(scored(q, k) + bias)
+    return (s - s.amax(-1, keepdim=True)).softmax(-1) @ v
+
+
 @form((2, 16, 4, 5))
 def channels_least_alike(x: Any) -> Any:
     """DANet's attention of channels: the scores are subtracted from the largest of their row."""

@@ -96,6 +96,59 @@ def product_divided_in_part(q: Any, k: Any, v: Any) -> Any:
     return out / e.sum(-1, keepdim=True) + out
 
 
+@form(*QKV)
+def product_times_the_reciprocal_of_the_sums(q: Any, k: Any, v: Any) -> Any:
+    e = exponentials(q, k)
+    return (1 / e.sum(-1))[..., None] * (e @ v)
+
+
+@form(*QKV)
+def exponentials_times_the_reciprocal_of_their_sum(q: Any, k: Any, v: Any) -> Any:
+    e = exponentials(q, k)
+    return (e * e.sum(-1, keepdim=True).reciprocal()) @ v
+
+
+@form(*QKV, fused=0, reasons=("in-between",))
+def product_times_more_than_the_reciprocal(q: Any, k: Any, v: Any) -> Any:
+    e = exponentials(q, k)
+    return (e @ v) * (1 / e.sum(-1, keepdim=True) + 1e-8)
+
+
+@form(*QKV, fused=0, reasons=("in-between",))
+def product_over_the_reciprocal(q: Any, k: Any, v: Any) -> Any:
+    e = exponentials(q, k)
+    return (e @ v) / (1 / e.sum(-1, keepdim=True))
+
+
+@form((2, 4, 4, 8), (2, 9, 4, 8), (2, 9, 4, 8))
+def sums_in_another_layout(q: Any, k: Any, v: Any) -> Any:
+    """As fla: of (batch, heads, queries), with as many heads as queries."""
+    e = exponentials(q.transpose(1, 2), k.transpose(1, 2))
+    return einsum("bhij,bjhd->bihd", e, v) / e.sum(-1).permute(0, 2, 1)[..., None]
+
+
+@form((2, 4, 4, 8), (2, 9, 4, 8), (2, 9, 4, 8), fused=0, reasons=("in-between",))
+def sums_of_other_rows(q: Any, k: Any, v: Any) -> Any:
+    e = exponentials(q.transpose(1, 2), k.transpose(1, 2))
+    return einsum("bhij,bjhd->bihd", e, v) / e.sum(-1)[..., None]
+
+
+@form((2, 4, 4, 8), (2, 9, 4, 8), (2, 9, 4, 8), fused=0, reasons=("in-between",))
+def scores_with_heads_behind_queries(q: Any, k: Any, v: Any) -> Any:
+    """The result has its heads in front, and the sums have not."""
+    s = einsum("bihd,bjhd->bihj", q, k)
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return einsum("bihj,bjhd->bhid", e, v) / e.sum(-1, keepdim=True)
+
+
+@form(*QKV, (4,), fused=0, reasons=("a tensor is added to the sum",))
+def sink_in_the_sum(q: Any, k: Any, v: Any, sink: Any) -> Any:
+    s, z = scored(q, k), sink.view(1, -1, 1, 1)
+    m = torch.maximum(s.amax(-1, keepdim=True), z)
+    e = (s - m).exp()
+    return (e @ v) / (e.sum(-1, keepdim=True) + torch.exp(z - m))
+
+
 @form(*QKV, fused=0, reasons=("in-between",))
 def nan_to_num_of_exponentials(q: Any, k: Any, v: Any) -> Any:
     e = exponentials(q, k)

@@ -223,3 +223,63 @@ def edges_and_all_other_pairs(q: Any, k: Any, v: Any, e: Any, edges: Any) -> Any
     s = scored(q, k)
     known, others = s.masked_fill(~edges, -1e9), (s * e).masked_fill(edges, -1e9)
     return (known.softmax(-1) @ v + others.softmax(-1) @ v) * 0.5
+
+
+#: Queries, keys, and values of both.
+TWO_WAYS = ((2, 4, 7, 8), (2, 4, 9, 8), (2, 4, 7, 8), (2, 4, 9, 8))
+TWO = ("used-elsewhere", "used-elsewhere")
+
+
+def hidden() -> torch.Tensor:
+    return torch.tensor([[False] * 9, [False] * 6 + [True] * 3])[:, None, None]
+
+
+@form(*TWO_WAYS, fused=2)
+def two_ways_less_the_largest_score(q: Any, k: Any, vq: Any, vk: Any) -> Any:
+    """As GroundingDINO: keys attend to queries by the same scores."""
+    s = scored(q, k)
+    t = s.mT
+    t = t - t.max(-1, keepdim=True)[0]
+    return s.softmax(-1) @ vk, t.clamp(min=-50000).softmax(-1) @ vq
+
+
+@form(*TWO_WAYS, fused=0, reasons=TWO)
+def two_ways_and_the_largest_score(q: Any, k: Any, vq: Any, vk: Any) -> Any:
+    s = scored(q, k)
+    largest = s.mT.max(-1, keepdim=True)[0]
+    return s.softmax(-1) @ vk, (s.mT - largest).softmax(-1) @ vq, largest
+
+
+@form(*TWO_WAYS, hidden, fused=2)
+def two_ways_of_which_one_is_masked(q: Any, k: Any, vq: Any, vk: Any, mask: Any) -> Any:
+    s = scored(q, k)
+    t = s.mT.clone()
+    s.masked_fill_(mask, float("-inf"))
+    return s.softmax(-1) @ vk, t.softmax(-1) @ vq
+
+
+@form(*TWO_WAYS, hidden, fused=0, reasons=("used-elsewhere", "overwritten"))
+def two_ways_masked_through_a_view(q: Any, k: Any, vq: Any, vk: Any, mask: Any) -> Any:
+    s = scored(q, k)
+    t = s.mT
+    s.masked_fill_(mask, -1e9)
+    return s.softmax(-1) @ vk, t.softmax(-1) @ vq
+
+
+def chained(x: Any) -> tuple[Any, list[Any]]:
+    """As RealFormer: the scores of each layer are added to those of the next one."""
+    s, outs = 0, []
+    for q, k, v in zip(x[::3], x[1::3], x[2::3], strict=True):
+        s = scored(q, k) + s
+        outs.append(s.softmax(-1) @ v)
+    return s, outs
+
+
+@form(*QKV * 4, fused=4)
+def layers_that_add_their_scores(*x: Any) -> Any:
+    return chained(x)[1]
+
+
+@form(*QKV * 3, fused=0, reasons=("used-elsewhere",) * 3)
+def layers_whose_last_scores_are_returned(*x: Any) -> Any:
+    return chained(x)

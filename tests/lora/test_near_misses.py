@@ -262,3 +262,13 @@ def test_a_number_of_each_row() -> None:
         lambda x, w, v: F.linear(x, v).expand(-1, w.shape[0]) + F.linear(x, w), (x, w, rand(1, x.shape[1]))
     )
     assert not seen.reasons("lora")
+
+
+def test_differences_of_batches_of_products() -> None:
+    """Rows of an attention that see no key: nothing is there that adapters would be merged into."""
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        means = torch.bmm(k.mT, v) * 0.25
+        return torch.bmm(q, means - means * 0.5)
+
+    assert not check(fn, [rand(6, 7, 64) for _ in range(3)]).reasons("lora")

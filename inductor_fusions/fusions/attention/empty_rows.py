@@ -13,7 +13,7 @@ from ...reasons import Reason
 from . import predicates
 from .mask_builder import MaskMemo
 from .masks import may_be_low, may_hide_rows
-from .normal_form import Term
+from .normal_form import Attention, Term
 from .problem import Problem
 from .structure import EMPTY_BELOW, Structure
 
@@ -43,23 +43,26 @@ def empty_rows(build: Builder, problem: Problem, memo: MaskMemo, structure: Stru
     return memo.once(make, "empty", structure.visible, shape)
 
 
-def check_empty_rows(problem: Problem, by_logsumexp: bool) -> None:
+def check_empty_rows(problem: Problem, site: Attention) -> None:
     """Leave a site in training to stock if the user wants all gradients of fully masked rows as in stock.
-
-    Args:
-        by_logsumexp: whether the weights are exp(s - logsumexp(s)).
 
     Raises:
         LeftToStock: under INDUCTOR_FUSIONS_EMPTY_ROWS=stock, where such rows cannot be ruled out.
         Rejected: a mask that may hold low numbers is subtracted, so that the raised keys absorb the other
             scores and the gradient into k is lost; or the logsumexp of a row of fills is the fill; or a bias
             is added to a row of fills, or scores are clamped, and the number is not low enough to absorb
-            them (number + score rounds to number).
+            them (number + score rounds to number); or the fill is subtracted again before a bias is added.
     """
     terms = [term for term, _ in problem.terms]
-    hides = any(may_hide_rows(t.node) if t.fill is None else math.isfinite(t.fill) for t in terms)
+    hides = _hide_rows(terms)
     if config.empty_rows != "ignore" and not (problem.structure and problem.structure.never_empty):
-        if by_logsumexp and hides:
+        if len(site.terms) > site.below_shift and _hide_rows(site.terms[: site.below_shift]):
+            raise Reason.EMPTY_ROWS.rejected(
+                "a mask hides rows whose largest score or logsumexp is subtracted, which takes its fill away "
+                "before a bias or another mask is added",
+                "add it before",
+            )
+        if site.by_logsumexp and hides:
             raise Reason.EMPTY_ROWS.rejected(
                 "each weight of a fully masked row is 1, because its logsumexp rounds to the fill",
                 "torch.softmax",
@@ -76,6 +79,11 @@ def check_empty_rows(problem: Problem, by_logsumexp: bool) -> None:
             "a row may be fully masked, and INDUCTOR_FUSIONS_EMPTY_ROWS=stock",
             "INDUCTOR_FUSIONS_EMPTY_ROWS=keep fuses, and keeps the values of such rows",
         )
+
+
+def _hide_rows(terms: list[Term]) -> bool:
+    """Whether terms may give all scores of a row one finite number that absorbs them."""
+    return any(may_hide_rows(t.node) if t.fill is None else math.isfinite(t.fill) for t in terms)
 
 
 def _check_absorbed(terms: list[Term], lowest: float) -> None:

@@ -77,7 +77,7 @@ def normalised(node: fx.Node, users: list[fx.Node], at: Arrangement) -> tuple[fx
         small = least is None or (isinstance(least, float) and least <= 0.5)
         return (users[-1], 0.0, True) if plain and small and len(users) == 1 else None
     sums = sums_at(division["other"]) if division.name == "div" and len(users) == 2 else None
-    if sums is None or sums.zero is not None or sums.of is not node:
+    if sums is None or sums.zero is not None or sums.inverse or sums.order or sums.of is not node:
         return None
     if not sums.keeps or users[0] is not sums.nodes[-1]:
         return None

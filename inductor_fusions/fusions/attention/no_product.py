@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from ..._inductor import hint, is_body
+from ..._inductor import hint, is_body, known_true
 from ...fusion import Rejected
 from ...graph.torch_ops import ADDING, CASTS, NUMPY, PRODUCTS, VIEWS, Op, read, tensor
 from ...reasons import Reason
@@ -107,13 +107,21 @@ def has_product(node: fx.Node, scores: torch.Tensor) -> bool:
             continue
         if op is not None and op.name in _ENDS:
             continue
-        taken = op is not None and op.name in _TAKEN
+        taken = op is not None and (op.name in _TAKEN or _merges_rows(op))
         whole = tensor(op.input) if op is not None and taken else None
         sizes |= set() if whole is None else _sizes(whole)
         found = [n for n in current.all_input_nodes if n not in seen]
         seen.update(found)
         frontier += found
     return False
+
+
+def _merges_rows(op: Op) -> bool:
+    """Whether an operation views the rows of several matrices as those of one."""
+    before, after = tensor(op.input), tensor(op.node)
+    if op.name not in VIEWS or before is None or after is None or not 0 < after.dim() < before.dim():
+        return False
+    return known_true(before.shape[-1] == after.shape[-1])
 
 
 def _sizes(scores: torch.Tensor) -> set[int]:

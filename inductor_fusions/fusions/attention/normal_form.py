@@ -151,6 +151,7 @@ class Attention:
         terms: biases and fills, from the product to the softmax.
         sink: a logit of each row that takes weight and has no value.
         below_sink: number of terms that are applied before the sink is there.
+        below_shift: number of terms that are applied before a number of each row is subtracted.
         zeroed: a fill of the weights with 0, after the softmax.
         keeps_nan: whether that is a product with 0, which is NaN for a fully masked row.
         drops_nan: whether weights that are NaN are set to 0.
@@ -175,6 +176,7 @@ class Attention:
     stages: list[Stage] = field(default_factory=list)
     sink: Sink | None = None
     below_sink: int = 0
+    below_shift: int = 0
     zeroed: Term | None = None
     keeps_nan: bool = False
     drops_nan: bool = False

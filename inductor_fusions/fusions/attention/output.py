@@ -55,10 +55,10 @@ def read_epilogue(
     if merged and (site.behind or site.zeroed):
         raise Rejected(MERGED)
     at = walk.at.split() if merged else walk.at
-    site.results = [_result(first, walk.node, at)]
+    site.results = [_result(first, walk.node, at, site.k)]
     for other in others:
         with contextlib.suppress(Rejected):
-            result = _result(other, walk.node, at)
+            result = _result(other, walk.node, at, site.k)
             if _alike(site.results[0], result):
                 site.results.append(result)
                 continue
@@ -196,8 +196,8 @@ class _Walk:
             site.zeroed, site.keeps_nan = zeroed, keeps_nan
 
 
-def _result(op: Op, node: fx.Node, at: Arrangement) -> Result:
-    """A product of the weights, which a node holds, with values."""
+def _result(op: Op, node: fx.Node, at: Arrangement, k: Operand) -> Result:
+    """A product of the weights, which a node holds, with values; `k` are the keys that they are of."""
     if op.node.kwargs.get("out") is not None:
         raise Reason.OVERWRITTEN.rejected("the product with v writes to a given tensor (out=)")
     weights, made = tensor(node), tensor(op.node)
@@ -206,7 +206,7 @@ def _result(op: Op, node: fx.Node, at: Arrangement) -> Result:
         v, shape, dims = einsum.values(op, node, at)
         result = Result(op.node, v, at.sizes(weights.shape), shape, dims)
     else:
-        result = _matrices(op, node, at)
+        result = _matrices(op, node, at, k)
     if not known_true(product(made.shape) == product(result.shape)):
         raise Reason.SHAPES.rejected("the weights are broadcast in the product with v")
     return result
@@ -249,7 +249,12 @@ def _is_of_softmax(node: Any, steps: int = 6) -> bool:
     return op.name in SOFTMAXES or any(_is_of_softmax(side, steps - 1) for side in sides)
 
 
-def _matrices(op: Op, node: fx.Node, at: Arrangement) -> Result:
+def _varies(k: Operand, place: int, rank: int) -> bool:
+    """Whether the keys differ along a leading dim of scores of a rank."""
+    return len(k.shape) <= rank and not known_true(k.padded(rank).shape[place] == 1)
+
+
+def _matrices(op: Op, node: fx.Node, at: Arrangement, k: Operand) -> Result:
     """A product of matrices, of which either may be the weights."""
     weights, result = tensor(node), tensor(op.node)
     is_left = op.input is node
@@ -263,7 +268,7 @@ def _matrices(op: Op, node: fx.Node, at: Arrangement) -> Result:
     rank, single = weights.dim(), at.single(weights.shape)
     last = (rank - 2, rank - 1) if is_left else (rank - 1, rank - 2)
     if single is not None and single.rows[0] != last[0] and single.columns[0] == last[1]:
-        raise Misplaced(OWN_VALUES)
+        raise Misplaced(OWN_KEYS if _varies(k, single.lead.index(last[0]), rank) else OWN_VALUES)
     if single is None or (single.rows[0], single.columns[0]) != last:
         raise Misplaced(OVER_ANOTHER_DIM if at.rows or at.columns != last[1:] else OWN_KEYS)
     v, lead = permuted(operand, (*single.lead, *last)), single.sizes(weights.shape)

@@ -226,7 +226,5 @@ def is_number(operand: Operand) -> bool:
 def same_problem_shapes(problem: Problem) -> bool:
     """Whether k and v fit q: one batch, heads that divide, one head dim for q and k."""
     q, k, v = problem.q.shape, problem.k.shape, problem.v.shape
-    return (
-        same_shape(k[:3], v[:3]) and known_true(q[0] == k[0]) and known_true(q[1] % k[1] == 0)
-        and known_true(q[3] == k[3])
-    )  # fmt: skip
+    heads = known_true(q[1] == k[1]) or known_true(q[1] % k[1] == 0)
+    return same_shape(k[:3], v[:3]) and known_true(q[0] == k[0]) and heads and known_true(q[3] == k[3])

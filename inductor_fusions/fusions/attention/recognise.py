@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,6 +26,7 @@ from ...reasons import Reason
 from .arrangement import NOT_OVER_KEYS, OWN_VALUES, Arrangement, Misplaced
 from .logsumexp_sink import logsumexp_of, read_sink
 from .masks import Interpreter
+from .no_product import NO_PRODUCT
 from .normal_form import Attention, Below, Sink, Term
 from .operands import Operand, product
 from .output import MERGED, read_epilogue
@@ -46,8 +48,11 @@ _LOGARITHMS = frozenset("log log2 log1p log_softmax log_sigmoid".split())
 
 #: Operations that may be between scores and one of two softmaxes that read them.
 _OF_SCORES = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
-    "getattr", "mul", "div", "add", "sub", "masked_fill", "where",
+    "getattr", "mul", "div", "add", "sub", "masked_fill", "where", "clamp", "clamp_min", "amax", "max",
+    "getitem",
 }  # fmt: skip
+#: How many of them are followed. Layers that add their scores to those of the next one have a few each.
+_MOST_BEHIND = 256
 
 
 def is_in_attention(match: Match) -> bool:
@@ -75,7 +80,7 @@ def reaches_product(
         outside: what holds a result of a region in the graph that runs it.
     """
     made = read(start)
-    if made is not None and made.name not in SOFTMAXES and _is_of_products(made.input):
+    if made is not None and made.name not in SOFTMAXES and any(map(_is_of_products, _factors(made))):
         return True
     frontier, seen, parts = [start], {start}, set[fx.Node]()
     while frontier and len(seen) < 64:
@@ -100,6 +105,11 @@ def reaches_product(
                 frontier.append(user)
     sums = [op for node in parts if (op := read(node)) is not None and op.name == "add"]
     return any({op.input, op["other"]} <= parts and _is_wider(op.node, start) for op in sums)
+
+
+def _factors(op: torch_ops.Op) -> tuple[Any, ...]:
+    """What an operation multiplies or divides."""
+    return (op.input, op["other"]) if op.name == "mul" else (op.input,)
 
 
 def _is_of_products(node: object) -> bool:
@@ -187,9 +197,11 @@ def recognise(softmax: fx.Node, interpreter: Interpreter, beside: Collection[fx.
             return _read(written, at, interpreter, beside, merged=True)
         except Rejected as miss:
             named = any(other.reason == OWN_VALUES for other in misses)
-            misses += [miss] if miss.reason == MERGED and not named else []
+            said = miss.reason == MERGED or miss.code == Reason.USED_ELSEWHERE.code
+            misses += [miss] if said and not named else []
     if not found:
-        raise min(misses, key=lambda miss: (isinstance(miss, Misplaced), miss.reason == NOT_OVER_KEYS))
+        last = (NO_PRODUCT, NOT_OVER_KEYS)
+        raise min(misses, key=lambda miss: (isinstance(miss, Misplaced), miss.reason in last))
     return max(found, key=lambda pair: _rank(pair[0], pair[1], scores))[0]
 
 
@@ -237,6 +249,7 @@ def _read(
     site = replace(site, softmax=softmax, softmax_lead=at.sizes(weights.shape), readers=above.readers)
     site.by_logsumexp = written.by_logsumexp
     if merged:
+        _partners(above, softmax, interpreter, beside)  # what reads the scores elsewhere is the first reason
         _take_apart(site)
         if written.sink is not None:
             raise Rejected(MERGED)
@@ -255,7 +268,7 @@ def _read(
     if above.chooses:
         raise Rejected(OWN_VALUES)
     if written.division is not None:
-        divided(site, written.division, written.inside)
+        divided(site, written.division, written.inside, at)
     if logsumexp is not None:
         read_sink(site, logsumexp)
     site.partners += _partners(above, softmax, interpreter, beside)
@@ -271,19 +284,21 @@ def _partners(
         Rejected: something else reads them.
     """
     found: list[fx.Node] = []
+    elsewhere: dict[fx.Node, Rejected] = {}
     for reader in above.others:
-        partner = _softmax_behind(reader)
-        elsewhere = Reason.USED_ELSEWHERE(f"the scores are {read_by_other(reader)}")
+        said = Reason.USED_ELSEWHERE(f"the scores are {read_by_other(reader)}")
         if above.writes_by_view is not None:
-            elsewhere = Reason.OVERWRITTEN(f"{above.writes_by_view.name} overwrites the scores")
-        if partner is None or partner is softmax:
-            raise Rejected(elsewhere)
-        if partner not in beside:
-            try:
-                recognise(partner, interpreter, (*beside, softmax))
-            except Rejected:
-                raise Rejected(elsewhere) from None
-            found.append(partner)
+            said = Reason.OVERWRITTEN(f"{above.writes_by_view.name} overwrites the scores")
+        partners = _softmaxes_behind(reader)
+        if not partners or softmax in partners or above.writes_by_view is not None:
+            raise Rejected(said)
+        found += [each for each in partners if each not in (*beside, *found)]
+        elsewhere |= {each: Rejected(said) for each in partners if each not in elsewhere}
+    for partner in found:  # of one, the others are taken to be attentions: all have to be
+        try:
+            recognise(partner, interpreter, (*beside, softmax, *found))
+        except Rejected:
+            raise elsewhere[partner] from None
     return found
 
 
@@ -308,13 +323,22 @@ def _take_apart(site: Attention) -> None:
         site.terms[place] = replace(term, node=operand, lead=site.lead)
 
 
-def _softmax_behind(node: fx.Node) -> fx.Node | None:
-    """The softmax that alone reads what an operation makes of scores, through others of its kind."""
-    while (op := read(node)) is not None and not op.inplace:
+def _softmaxes_behind(node: fx.Node) -> list[fx.Node]:
+    """The softmaxes that alone read what an operation makes of scores, through others of its kind."""
+    found, waiting = list[fx.Node](), [node]
+    for each in waiting:
+        op, read_by = read(each), readers(each)
+        if (
+            op is None
+            or not read_by
+            or (op.inplace and op.name != "masked_fill")
+            or len(waiting) > _MOST_BEHIND
+        ):
+            return []
         if op.name in SOFTMAXES:
-            return node
-        read_by = readers(node)
-        if len(read_by) != 1 or op.name not in _OF_SCORES:
-            return None
-        (node,) = read_by
-    return None
+            found.append(each)
+        elif op.name in _OF_SCORES:
+            waiting += [user for user in read_by if user not in waiting]
+        else:
+            return []
+    return found

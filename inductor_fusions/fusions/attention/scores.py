@@ -13,7 +13,7 @@ from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
-from ...graph.dims import picked, reduction_at
+from ...graph.dims import picked, reduced, reduction_at
 from ...graph.torch_ops import Op, tensor
 from ...reasons import Reason
 from .arrangement import Arrangement
@@ -112,7 +112,7 @@ class ScoreReader(Walk):
                     f"the {reduction} of scores that may be masked is subtracted: it rounds their digits away"
                 )
             if reduction:
-                return site
+                return _shifted(site)
             added, number = below.times(of_other), torch_ops.concrete(other)
             if isinstance(number, (int, float)):
                 if self.regions:
@@ -135,6 +135,12 @@ class ScoreReader(Walk):
             return site
 
         return self.either(op, [(op.input, op["other"]), (op["other"], op.input)], try_side)
+
+    def _log_softmax(self, op: Op, below: Below) -> Attention:
+        """The logsumexp of each row is subtracted, as by hand."""
+        if not self.shifts_cancel or reduced(op)[0] != below.at.columns or op["dtype"] is not None:
+            raise between(op, result_of(op))
+        return _shifted(self.up(op, op.input, below))
 
     def _read_as_fill(self, site: Attention) -> None:
         """Read `x * b + n * (1 - b)`, where b is proved to be 1 or 0, as x with a fill of n where b is 0."""
@@ -293,6 +299,12 @@ class ScoreReader(Walk):
 
     _max = _maximum
     _clamp_min = _clamp_max = _clamp
+
+
+def _shifted(site: Attention) -> Attention:
+    """An attention from whose scores, as far as they are read, a number of each row is subtracted."""
+    site.below_shift = len(site.terms)
+    return site
 
 
 def _no_sink(parts: Any, how: str) -> Rejected:

@@ -102,16 +102,16 @@ class HandWritten(Candidate):
             problem.autocast = dict(state.autocast).get(problem.q.value.device.type) is not None
             if not problem.autocast:
                 self._check_dtypes(site)
-            check_empty_rows(problem, site.by_logsumexp)
+            check_empty_rows(problem, site)
             self.choice = kernels.choose(problem)
         check_sizes(problem)  # what held above becomes guards
         for partner in site.partners:
-            self._check_partner(partner)
+            self._check_partner(partner, site)
 
-    def _check_partner(self, softmax: fx.Node) -> None:
+    def _check_partner(self, softmax: fx.Node, site: Attention) -> None:
         """Leave scores that two softmaxes read, unless both become attentions: they are in memory anyway."""
         try:
-            HandWritten(self.scope, softmax, (*self.beside, self.anchor)).guard()
+            HandWritten(self.scope, softmax, (*self.beside, self.anchor, *site.partners)).guard()
         except Rejected as miss:
             said = like(miss.reason, f"another softmax also reads the scores: {miss.reason}")
             raise type(miss)(said, miss.hint) from None

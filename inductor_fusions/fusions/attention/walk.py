@@ -77,6 +77,8 @@ class Walk:
         self.regions: list[Reading] = []
         #: Whether each token is one query, whose scores are a linear of it.
         self.chooses = False
+        #: Whether the product of q and k was found, by the attempt that is made.
+        self.found = False
         self._steps = 0
 
     def walk(self, node: Any, user: fx.Node, below: Below) -> Attention:
@@ -133,11 +135,13 @@ class Walk:
             op = read(writer)
             views = [v for v in readers(node) if op is not None and v is op.input and readers(v) == [writer]]
             # Of detached scores, those that are masked get a gradient too: it is 0 where their weights are.
-            if mask and views and scores.requires_grad and (number != -math.inf or not self.shifts_cancel):
-                raise Reason.OVERWRITTEN.rejected(f"{writer.name} overwrites the scores behind autograd")
+            behind = mask and views and scores.requires_grad
+            behind = behind and (number != -math.inf or not self.shifts_cancel)
             self.writing.update(views)
             self.others += readers(writer)
             site, lead = self.walk(node, writer, below), at.sizes(scores.shape)
+            if behind:
+                raise Reason.OVERWRITTEN.rejected(f"{writer.name} overwrites the scores behind autograd")
             everywhere = site.q.then("new_full", (1,) * scores.dim(), 1.0).then("bool")
             term = Term(at.seen(mask or everywhere, scores.shape), lead, fill=number)
             site.terms.append(part.padded(term, at) if part is not None else term)
@@ -273,11 +277,13 @@ class Walk:
             value = tensor(scores)
             if value is None or result is None or not same_shape(value.shape, result.shape):
                 continue
-            before = self.state()
+            before, self.found = self.state(), False
             try:
                 return attempt(scores, other)
             except Rejected as miss:
-                kept = has_product(scores, value) or miss.reason in (ELEMENTWISE, OUTSIDE, GIVEN)
+                kept = (
+                    self.found or has_product(scores, value) or miss.reason in (ELEMENTWISE, OUTSIDE, GIVEN)
+                )
                 misses.append(miss if kept else Rejected(NO_PRODUCT))
                 self.restore(before)
         last = (ELEMENTWISE, OUTSIDE, NO_PRODUCT, GIVEN)  # beside scores, an input is a mask or a bias
@@ -346,6 +352,7 @@ class Walk:
                 self.add(site, op, op["bias"], below)
         else:
             site = self._operands(op, op.input, op["other"], below)
+        self.found = True
         site.chain.append(op.node)
         return site
 

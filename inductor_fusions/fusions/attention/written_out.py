@@ -24,17 +24,18 @@ from torch import fx
 
 from ...effects.liveness import readers
 from ...fusion import Rejected
-from ...graph.dims import picked, reduced, reduction_at
-from ...graph.torch_ops import CASTS, COPIES, PRODUCTS, VIEWS, Op, read, reads_metadata, tensor
+from ...graph.dims import permutation, picked, reduced, reduction_at
+from ...graph.torch_ops import CASTS, COPIES, PRODUCTS, TRANSPOSES, VIEWS, Op, read, reads_metadata, tensor
 from ...operands import same_shape
 from ...reasons import Reason
+from .arrangement import Arrangement
 from .normal_form import Attention
 
 SOFTMAXES = ("softmax", "_softmax")
 #: Functions base ** x, and ln(base): base ** x = exp(x * ln(base)).
 EXPONENTIALS = {"exp": 1.0, "exp2": math.log(2.0)}
 #: Operations that may be on exponentials and their sum before the division.
-_STEPS = CASTS | COPIES | VIEWS | PRODUCTS | frozenset(
+_STEPS = CASTS | COPIES | VIEWS | TRANSPOSES | PRODUCTS | frozenset(
     "mul add where masked_fill clamp clamp_min clamp_max maximum max sum getitem dropout nan_to_num".split()
 )  # fmt: skip
 
@@ -139,13 +140,15 @@ def _check_only_reader(node: fx.Node, reader: fx.Node) -> None:
 
 def _divided(op: Op) -> Softmax:
     """Exponentials divided by their sum, before or behind a product with values."""
-    if op.name != "div" or op["rounding_mode"] is not None:
+    divides = _divides(op)
+    if divides is None:
         raise Reason.IN_BETWEEN.rejected(
             f"the exponentials are normalised by {op.name}, not divided by their sum"
         )
+    of, sums = divides
     if op.inplace:
         raise Reason.OVERWRITTEN.rejected("the division by the sum overwrites the exponentials")
-    exp, sums = read(op.input), sums_at(op["other"])
+    exp = read(of)
     product = exp if exp is not None and exp.name in PRODUCTS else None
     if product is not None:
         exp = None if sums is None else read(sums.of)
@@ -159,10 +162,15 @@ def _divided(op: Op) -> Softmax:
         name = "nothing" if total is None else total.name
         raise Reason.IN_BETWEEN.rejected(f"the exponentials are divided by {name}, not by their plain sum")
     weights = tensor(exp.node)
+    if sums.tensors:
+        raise Reason.IN_BETWEEN.rejected(
+            "a tensor is added to the sum of the exponentials, such as the exponential of a sink",
+            "concatenate the sink to the scores, and drop its column of the weights",
+        )
     # The largest exponential of a row is 1, and so is the sum at least.
     if weights is None or sums.least > 1 or not 0 <= 8 * sums.more <= torch.finfo(weights.dtype).eps:
         raise Reason.IN_BETWEEN.rejected("a number is added to the sum of the exponentials, or bounds it")
-    if not sums.keeps:
+    if not sums.keeps or (sums.order and product is None):
         raise Reason.SHAPES.rejected(
             "the exponentials are divided by sums over another dim, or with dims in another order"
         )
@@ -250,6 +258,9 @@ class Sums:
         least: a number that they are raised to, after or before that.
         nodes: that compute them.
         zero: exponentials of zeros that are added to them.
+        inverse: whether they are the reciprocals of the sums.
+        order: how their dims are permuted; () if they are not.
+        tensors: whether tensors are added to them.
     """
 
     of: Any
@@ -259,14 +270,44 @@ class Sums:
     least: float
     nodes: tuple[fx.Node, ...]
     zero: Zero | None = None
+    inverse: bool = False
+    order: tuple[int, ...] = ()
+    tensors: bool = False
+
+
+def _divides(op: Op) -> tuple[Any, Sums | None] | None:
+    """What an operation divides, also by a factor of 1 / sums, and the sums; None if it does not divide."""
+    if op.name == "div" and op["rounding_mode"] is None:
+        sums = sums_at(op["other"])
+        return op.input, None if sums is None or sums.inverse else sums
+    for of, by in ((op.input, op["other"]), (op["other"], op.input)) if op.name == "mul" else ():
+        sums = sums_at(by)
+        if sums is not None and sums.inverse:
+            return of, sums
+    return None
+
+
+def _inverts(op: Op) -> Any:
+    """What an operation takes the reciprocal of; None if it does something else."""
+    if op.name == "div" and op.input in (1, 1.0) and op["rounding_mode"] is None:
+        return op["other"]
+    return op.input if op.name == "reciprocal" else None
 
 
 def sums_at(node: Any) -> Sums | None:
     """The sums that a node holds, perhaps raised by a small number that avoids a division by zero."""
-    more, least, zero = 0.0, 0.0, None
+    more, least, zero, inverse, tensors = 0.0, 0.0, None, False, False
+    order: tuple[int, ...] = ()
 
     def step(op: Op, appended: bool) -> Any:
-        nonlocal more, least, zero
+        nonlocal more, least, zero, inverse, tensors, order
+        if (inverted := _inverts(op)) is not None:
+            first = not (inverse or more or least or zero)
+            inverse = True
+            return inverted if first else None
+        if not order and (dims := permutation(op)) is not None:
+            order = (*dims, len(dims)) if appended else tuple(dims)
+            return op.input if order[-1] == len(order) - 1 else None
         number, source = op["other"], op.input
         if op.name == "add" and op["alpha"] is None:
             if not isinstance(source, fx.Node) or _zero_at(source) is not None:
@@ -274,6 +315,7 @@ def sums_at(node: Any) -> Sums | None:
             if zero is None and not appended and (zero := _zero_at(number)) is not None:
                 return source
             more += number if isinstance(number, float) else math.inf
+            tensors |= tensor(number) is not None
             return source
         if op.name not in ("clamp", "clamp_min") or op["max"] is not None:
             return None
@@ -283,9 +325,11 @@ def sums_at(node: Any) -> Sums | None:
     found = reduction_at(node, ("sum",), step)
     if found is None or found.overwrites or found.op["dtype"] is not None:
         return None
-    if zero is not None and found.keeps is not reduced(found.op)[1]:
+    if zero is not None and (order or found.keeps is not reduced(found.op)[1]):
         return None
-    return Sums(found.op.input, found.dim, found.keeps, more, least, found.nodes, zero)
+    return Sums(
+        found.op.input, found.dim, found.keeps, more, least, found.nodes, zero, inverse, order, tensors
+    )  # fmt: skip
 
 
 def twins(exp: Op) -> list[fx.Node]:
@@ -298,20 +342,25 @@ def _quotient(exp: fx.Node) -> fx.Node | None:
     """The division of a value computed from exponentials by one computed from their sum, or None."""
     op = read(exp)
     frontier = [exp] if op is None or op.inplace else twins(op)
-    seen, summed = set(frontier), set[fx.Node]()
+    seen, summed, inverse = set(frontier), set[fx.Node](), set[fx.Node]()
     if exp not in frontier[:1]:  # another one is the first, or nobody uses it
         return None
     while frontier and len(seen) < 32:
         node = frontier.pop(0)
         for user in readers(node):
             op = read(user)
-            if op is None or op.name not in _STEPS | {"div", "normalize"}:
+            if op is None or op.name not in _STEPS | {"div", "reciprocal", "normalize"}:
                 continue
             if op.name == "normalize":
                 return user
-            if op.name == "div":
-                if op["other"] in summed and op.input in seen - summed:
-                    return user
+            sides = (op.input, op["other"])
+            if op.name == "div" and sides[1] in summed and sides[0] in seen - summed:
+                return user
+            if op.name == "mul" and {*sides} & inverse and {*sides} & (seen - summed):
+                return user
+            if node in inverse or (node in summed and _inverts(op) is node):
+                inverse.add(user)
+            elif op.name in ("div", "reciprocal"):
                 continue
             if op.name == "sum" or node in summed:
                 summed.add(user)
@@ -321,20 +370,26 @@ def _quotient(exp: fx.Node) -> fx.Node | None:
     return None
 
 
-def divided(site: Attention, division: fx.Node, sums: Collection[fx.Node]) -> None:
+def divided(site: Attention, division: fx.Node, sums: Collection[fx.Node], at: Arrangement) -> None:
     """Read the division of the product by the sums of the weights into `site`, which ends behind it then.
 
     Args:
         site: read down to the product; its weights are exponentials.
         sums: what computes the sums, the last one first.
+        at: what the dims of the weights are.
     """
     op, product_, by = read(division), tensor(site.output), tensor(next(iter(sums)))
     assert op is not None and product_ is not None and by is not None
     used = [user for user in readers(site.output) if not reads_metadata(user, site.output)]
     rows = (*product_.shape[:-1], 1)
-    natural = site.results[0].dims == tuple(range(product_.dim())) and len(site.results) == 1
+    divides, rank = _divides(op), len(at.order)
+    assert divides is not None and divides[1] is not None
+    order = divides[1].order or range(rank)
+    # The dims of the sums are those of the weights: sizes alone do not tell two of them apart.
+    placed = tuple(at.order.index(dim) for dim in order) if len(order) == rank else ()
+    natural = site.results[0].dims == placed and len(site.results) == 1
     fits = natural and same_shape(by.shape, rows) and not site.drops_nan
-    if op.input is not site.output or used != [division] or not fits:
+    if divides[0] is not site.output or used != [division] or not fits:
         raise Reason.IN_BETWEEN.rejected("the product with v is not divided by the sum of its exponentials")
     site.chain += [site.output, *sums]
     site.ends_behind(division)

@@ -249,13 +249,12 @@ def _is_merged(matrices: Any) -> bool:
     """Whether the right operand of a batch of products has products of low rank in it, of weights alone."""
     if not isinstance(matrices, fx.Node) or _is_computed(matrices):
         return False
-    for term, _ in summands(turned(core_of(matrices))):
-        found = turned(core_of(term))
-        if isinstance(found, fx.Node) and found.target in _BATCHES:
-            left = _batch_operands(found)[0]
-            if is_low_rank(value(left).shape[2], *value(found).shape[1:]):
-                return True
-    return False
+    terms = terms_of(turned(core_of(matrices)))
+    batches = [term for term in terms if isinstance(term, fx.Node) and term.target in _BATCHES]
+    if len(batches) == len(terms):
+        return False  # nothing is merged into
+    lefts = ((each, _batch_operands(each)[0]) for each in batches)
+    return any(is_low_rank(value(left).shape[2], *value(each).shape[1:]) for each, left in lefts)
 
 
 def turned(node: Any) -> Any:

@@ -190,9 +190,13 @@ def _rows(row: Row) -> tuple[float, float]:
     return 1 if tokens <= SINGLE_ROWS else 2 if tokens <= FEW_ROWS else 4, tokens
 
 
+# The gain of a row is that of its fastest configuration; `bench.tile_model` has what the choice loses.
 def _untuned(row: Row) -> float:
-    # The gain of a row is that of its fastest configuration; `bench.tile_model` has what the choice loses.
     return 0.03 if row["tokens"] > FEW_ROWS else 0.0
+
+
+def _untuned_doubt(row: Row) -> float:
+    return 0.045 if row["tokens"] > FEW_ROWS else 0.0
 
 
 def _block_fills(row: Row, kernel: str, processors: int) -> float:
@@ -286,7 +290,7 @@ SECTIONS: Mapping[str, Section] = {
                 layout=list_of(lambda v: v in ("nn", "nt", "tn", "tt")), dtype=is_dtype, tokens=is_size,
             ),
             _block_same, _block_sizes, (1.0, 0.7, 0.7, 2.0, 2.0, 0.5, 1.0, 0.7), reach=4.0,
-            agree=are_grouped, untuned=_untuned, fills=_block_fills,
+            agree=are_grouped, untuned=_untuned, doubt=_untuned_doubt, fills=_block_fills,
             may={"activation": (is_text, ""), "groups": (list_of(is_count), [])},
             measured={"gain": is_gain, "config": maybe(BLOCK_MM), "capability": list_of(is_count)},
             needed=("gain", "config"),

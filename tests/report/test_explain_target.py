@@ -102,7 +102,7 @@ def test_constants(fn, train):
 def test_a_target_without_a_table_is_estimated_from_another_device():
     (site,) = explain(attention, *inputs(1024), gpu="l4")
     assert site.verdict == "fused"
-    assert "nvidia_h100_80gb_hbm3" in site.kernel
+    assert "measurements on nvidia_h" in site.kernel
 
 
 @pytest.mark.parametrize(("fn", "reason"), [

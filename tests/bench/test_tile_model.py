@@ -39,7 +39,9 @@ def test_choices_without_the_width(name: str, judgement: Any) -> None:
     """The nearest problem's configurations would take 12% and 10% longer than the fastest ones."""
     nearest, chosen = (judgement[name]["ways"][way] for way in ("nearest", "shipped"))
     assert chosen["mean"] <= 0.045 < 0.1 <= nearest["mean"] and chosen["most"] < 0.4
-    assert chosen["kept"] >= nearest["kept"] + 0.2 and chosen["below_0.98"] <= 1 and chosen["below_0.95"] == 0 < nearest["below_0.95"]
+    assert chosen["kept"] >= nearest["kept"] + 0.2
+    # Of about a hundred problems that get the kernel, one may be at 0.95 to 0.98 of stock.
+    assert chosen["below_0.98"] <= 1 and chosen["below_0.95"] == 0 < nearest["below_0.95"]
 
 
 def test_file_is_current(judgement: Any) -> None:

@@ -352,8 +352,7 @@ def test_an_unknown_target_lists_those_known():
 
 @pytest.mark.parametrize("name", sorted(KNOWN))
 def test_every_known_device_is_a_target(name):
-    table, found = target(name)
-    # The H100 that was measured is the only one with a table.
+    table, found = target(name)  # the H100 that was measured is the only one with a table
     assert table == {"nvidia_h100": "nvidia_h100_80gb_hbm3"}.get(name, name)
     assert target(name.removeprefix("nvidia_").replace("_", " ").upper()) == (table, found)
     assert target(name.removeprefix("nvidia_").removeprefix("geforce_rtx_")) == (table, found)
@@ -369,8 +368,7 @@ def test_every_known_device_is_a_target(name):
 ])  # fmt: skip
 def test_mistakes_on_the_command_line(arguments, message):
     done = CliRunner().invoke(cli.app, ["explain", "bert", *arguments])
-    assert done.exit_code == 2
-    assert message in done.output + done.stderr
+    assert done.exit_code == 2 and message in done.output + done.stderr
 
 
 def test_on_the_command_line():

@@ -281,10 +281,8 @@ class Walk:
             try:
                 return attempt(scores, other)
             except Rejected as miss:
-                kept = (
-                    self.found or has_product(scores, value) or miss.reason in (ELEMENTWISE, OUTSIDE, GIVEN)
-                )
-                misses.append(miss if kept else Rejected(NO_PRODUCT))
+                kept = self.found or miss.reason in (ELEMENTWISE, OUTSIDE, GIVEN)
+                misses.append(miss if kept or has_product(scores, value) else Rejected(NO_PRODUCT))
                 self.restore(before)
         last = (ELEMENTWISE, OUTSIDE, NO_PRODUCT, GIVEN)  # beside scores, an input is a mask or a bias
         found = [m for m in misses if m.reason not in last]

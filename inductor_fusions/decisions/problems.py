@@ -55,8 +55,8 @@ def padded(size: int, least: int = NARROWEST) -> int:
     return max(least, 1 << max(0, size - 1).bit_length())
 
 
-#: How speedups vary: of linears; of attention, whose kernels differ more, and from shape to shape; of adapters
-#: with dropout.
+#: How speedups vary: of linears; of attention, whose kernels differ more, and from shape to shape; and of
+#: adapters with dropout.
 _LINEARS = Process(deviation=0.08, length=20.0, noise=0.02)
 _ATTENTION = Process(deviation=0.32, length=5.0, noise=0.1)
 _DROPOUT = Process(deviation=0.15, length=4.0, noise=0.03)

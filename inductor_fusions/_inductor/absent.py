@@ -164,8 +164,9 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
         # No constant is computed on the device, such as `torch.tensor(number, device="cuda")`.
         stack.enter_context(mock.patch.object(fake_tensor.FakeTensorMode, "avoid_device_init", True))
         stack.enter_context(mock.patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", -1))
-        folder = _folded_on_cpu(joint_graph.UniformValueConstantFolder)
-        stack.enter_context(mock.patch.object(joint_graph, "UniformValueConstantFolder", folder))
+        folder = joint_graph.UniformValueConstantFolder  # it makes constants on the device of their values
+        for name in ("__init__", "run"):
+            stack.enter_context(mock.patch.object(folder, name, _on_cpu(getattr(folder, name))))
         stack.enter_context(device_guard())
         _forget_answers()
         stack.callback(_forget_answers)
@@ -288,16 +289,11 @@ class _OnCPU(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _folded_on_cpu(stock: Any) -> Any:
-    """Inductor's folder of constants, which makes them on the device of their values."""
+def _on_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that computes on the CPU."""
 
-    class Folder(stock):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            with _OnCPU():
-                super().__init__(*args, **kwargs)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        with _OnCPU():
+            return method(*args, **kwargs)
 
-        def run(self) -> Any:
-            with _OnCPU():
-                return super().run()
-
-    return Folder
+    return compute

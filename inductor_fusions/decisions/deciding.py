@@ -339,8 +339,8 @@ def _estimated(query: Query, some: Sequence[Source]) -> tuple[Decision | None, f
                 continue
             # The gain of a kernel that was wrong at a shape is 0, so that it is not chosen near it either.
             log, differs = math.log(max(gain, 1e-3)), source.fills(section, query.row, item.row, kernel)
-            row = Nearby(where, rule.of(log) + differs, len(found), rule.doubt, source.name)
-            found.append(replace(row, is_slow=log + differs < math.log(SLOW)))
+            is_slow = log + differs < math.log(SLOW)
+            found.append(Nearby(where, rule.of(log) + differs, len(found), rule.doubt, source.name, is_slow))
             items[kernel].append((source, item))
         guess = estimate(place, found, section.process, section.reach, section.doubt(query.row))
         if guess is None:

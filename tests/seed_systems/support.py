@@ -99,7 +99,8 @@ def written(fn: Callable[..., Any], args: Sequence[Any], device: torch.device = 
         from torch._inductor.utils import run_and_get_code
 
         torch._dynamo.reset()
-        with torch._inductor.config.patch(force_disable_caches=True):
+        # Inductor pads products by timings, which a busy device decides otherwise, and padding adds kernels.
+        with torch._inductor.config.patch(force_disable_caches=True, shape_padding=False):
             fn = on(device, copy.deepcopy(fn)) if isinstance(fn, nn.Module) else fn
             _, codes = run_and_get_code(torch.compile(fn, dynamic=False), *on(device, tuple(args)))
         return cuda_codegen.Module(codes[0], fx.Graph(), is_backward=False)

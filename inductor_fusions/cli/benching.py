@@ -70,7 +70,7 @@ class _Tune(TyperCommand):
     """Arguments after `run` and `export` are passed on unparsed."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args[:1] in (["run"], ["export"]):
+        if args[:1] in (["run"], ["export"]) and args[1:2] not in (["-h"], ["--help"]):
             ctx.meta["given"], args = args[1:], args[:1]
         return super().parse_args(ctx, args)
 
@@ -78,8 +78,7 @@ class _Tune(TyperCommand):
 @app.command(
     cls=_Tune,
     epilog="Exit codes: 0 measured until the budget ended; 1 a row failed; 2 a wrong argument; for "
-    "run: that of the script. Repeat it until no row is left. Needs a checkout, except for run, "
-    "export and --why.",
+    "run: that of the script. Needs a checkout, except for run, export and --why.",
 )
 def tune(
     context: typer.Context,
@@ -87,9 +86,9 @@ def tune(
         str | None,
         typer.Argument(
             metavar="KIND",
-            help="What to tune: attention, flex, lora or projections; with --why, a section of a "
-            "table. Or run SCRIPT [ARGS]: run a script and measure what it compiles. Or export "
-            "[FILE]: write the measurements of this machine as a table.",
+            help="attention, flex, lora or projections: measure this kind of problems. run SCRIPT "
+            "[ARGS]: run a script and measure what it compiles. export [FILE]: write the "
+            "measurements of this machine as a table. With --why: a section of a table.",
         ),
     ] = None,
     out: Annotated[
@@ -110,7 +109,10 @@ def tune(
     budget: Annotated[
         float | None,
         typer.Option(
-            min=0.0, metavar="SECONDS", help="Stop after this many seconds. A row that has begun is finished."
+            min=0.0,
+            metavar="SECONDS",
+            help="Stop after this many seconds; a row that has begun is finished. Repeat the command until no "
+            "row is left.",
         ),
     ] = None,
     write_table: Annotated[

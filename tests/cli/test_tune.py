@@ -92,6 +92,7 @@ def test_run_wants_a_script_and_one_process(monkeypatch: pytest.MonkeyPatch) -> 
 def test_rows_are_exported_as_a_table_that_is_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no measurements of this machine" in tune("export", code=2)
     measure()
+    assert "Usage:" in tune("export", "--help")
     folder = home / "tables"
     folder.mkdir()
     assert "1 rows in" in tune("export", str(folder))

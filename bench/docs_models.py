@@ -176,8 +176,8 @@ def readme_table(data: Json) -> str:
     text += f"last run {str(data.get('date', '?'))[:10]}. "
     text += "Whole Hugging Face models with random weights: stock `torch.compile`, and the same with the "
     text += "import. `eager` and `sdpa` are the model's `attn_implementation`; `padded`: the batch has a "
-    text += "padding mask; `train`: a forward and a backward. The best stock setting is the fastest of the "
-    text += "case's own, `sdpa` and max-autotune that was measured; `-`: no other was measured."
+    text += "padding mask; `train`: a forward and a backward. The best stock setting is the fastest measured "
+    text += "one of the case's own, `sdpa` and max-autotune; `-`: only its own was measured."
     if any(get(row, "median_ms", "autotuned") for row in chosen):
         text = f"{text} {BETTER}"
     return "\n\n".join([text, table(tuple(columns), body), tally(rows).partition(" The geometric")[0]])

@@ -51,7 +51,7 @@ def generate_section(data: Json) -> str:
     """Every case of bench.generate."""
     text = (
         "`model.generate(..., cache_implementation='static', do_sample=False)` of transformers, which "
-        "compiles one step by itself, but not the prompt; p and b are tokens of each prompt and prompts. "
+        "compiles one step by itself, but not the prompt; p: tokens of a prompt, b: prompts. "
         "New tokens a second are those of the whole call; ms a token are medians between two tokens. "
         "Greedy tokens are compared with stock's: how many sequences are equal, or differ first at a tie, "
         "which rounding decides."

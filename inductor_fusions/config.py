@@ -53,10 +53,10 @@ norm_linear: bool = Config(default=switch("INDUCTOR_FUSIONS_NORM_LINEAR", True))
 #: Compute the backward of flex attention by library GEMMs, for wide heads.
 flex_backward: bool = Config(default=switch("INDUCTOR_FUSIONS_FLEX_BACKWARD", True))
 
-#: Compute an index that many gathers read once.
+#: Store an index tensor that gathers read many times, instead of computing it for each element.
 stored_indices: bool = Config(default=switch("INDUCTOR_FUSIONS_STORED_INDICES", True))
 
-#: Compute the diagonal of a matrix product as dot products, without the other elements.
+#: Compute only the diagonal of a matrix product, if nothing else of it is read.
 product_diagonal: bool = Config(default=switch("INDUCTOR_FUSIONS_PRODUCT_DIAGONAL", True))
 
 #: Fuse a linear on a flattened outer product of two matrices, without materialising the outer product.
@@ -96,7 +96,7 @@ empty_rows: str = Config(default=choice("INDUCTOR_FUSIONS_EMPTY_ROWS", "keep", "
 #: Raise an exception of a fusion, instead of leaving its site unfused.
 strict: bool = Config(default=switch("INDUCTOR_FUSIONS_STRICT", False))
 
-#: Comma-separated names of fusions that are off; needed for those of other packages, which have no entry.
+#: Comma-separated names of fusions that are off, also those of other packages, which have no entry.
 #: Entry points of these names are not imported.
 skip: str = Config(default=text("INDUCTOR_FUSIONS_SKIP", "names with commas") or "")
 

@@ -1,4 +1,4 @@
-"""Checks for tests, ours and those of your CI: what was fused, and how large its error is.
+"""Checks for your tests and ours: what was fused, and how large its error is.
 
 >>> from inductor_fusions import testing
 >>> testing.assert_fusions(model, (ids,), expected={"attention": 12})
@@ -57,7 +57,7 @@ class Capture(budget.Values):
             keyword, parameters of a module by name. Empty in inference.
         sites: the candidates of this compile, in order.
         graphs: the graphs after the passes; only with `EAGER_AFTER_PASSES`.
-        cotangents: the cotangents of the floating outputs that require a gradient.
+        cotangents: the incoming gradients of the floating outputs that require a gradient.
     """
 
     outputs: Any
@@ -116,13 +116,13 @@ def capture(
     Args:
         fn: a function or a module.
         args: its arguments. Tensors are copied first (same strides), so `fn` may overwrite them.
-        train: also differentiate every floating output that requires a gradient, with random cotangents (the
-            same at each call), with respect to the floating inputs and parameters that require a gradient.
-            If False, everything runs without gradients.
+        train: also compute the gradients of the floating inputs and parameters that require one, with random
+            incoming gradients (cotangents) that are the same at each call. If False, everything runs without
+            gradients.
         dynamic: as in `torch.compile`.
         policy: "always" fuses whatever is proved to be correct, "profitable" what is expected to be faster.
         backend: "inductor", any other name that `torch.compile` takes, or `EAGER_AFTER_PASSES`.
-        cotangents: one for each floating output that requires a gradient, instead of the random ones.
+        cotangents: incoming gradients, one for each floating output that requires a gradient.
         kwargs: keyword arguments of `fn`.
 
     Returns:

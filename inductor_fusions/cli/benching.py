@@ -111,8 +111,8 @@ def tune(
         typer.Option(
             min=0.0,
             metavar="SECONDS",
-            help="Stop after this many seconds; a row that has begun is finished. Repeat the command until no "
-            "row is left.",
+            help="Stop after this many seconds; a row that has begun is finished. Repeat the command "
+            "until no row is left.",
         ),
     ] = None,
     write_table: Annotated[

@@ -131,7 +131,7 @@ def bisect(
             "stdout differ from a run without fusions."
         ),
     ] = bisecting.By.exit,
-    rtol: Annotated[float, typer.Option(min=0.0, help="Allowed relative difference with --by output.")] = 1e-2,
+    rtol: Annotated[float, typer.Option(min=0.0, help="Allowed relative error with --by output.")] = 1e-2,
     as_json: JsonFlag = False,
 ) -> None:
     """Find the fused site that changes what a script does.

@@ -98,7 +98,7 @@ strict: bool = Config(default=switch("INDUCTOR_FUSIONS_STRICT", False))
 
 #: Comma-separated names of fusions that are off, also those of other packages, which have no entry.
 #: Entry points of these names are not imported.
-skip: str = Config(default=text("INDUCTOR_FUSIONS_SKIP", "names with commas") or "")
+skip: str = Config(default=text("INDUCTOR_FUSIONS_SKIP", "comma-separated names") or "")
 
 #: Run fusions of other packages. Off: none of their code is imported.
 plugins: bool = Config(default=switch("INDUCTOR_FUSIONS_PLUGINS", True))

@@ -142,7 +142,7 @@ def test_unknown_toggle() -> None:
     ("attention", "no", "0 or 1"),
     ("policy", "alway", "profitable or always"),
     ("attention_kernel", None, "auto or sdpa"),
-    ("skip", ["attention"], "names with commas"),
+    ("skip", ["attention"], "comma-separated names"),
     ("max", "x", "a whole number"),
     ("max", -1, "a whole number"),
     ("measure_budget", 1.5, "a whole number"),

@@ -40,7 +40,7 @@ from inductor_fusions.block_mm import configurations, cost, heuristics
 from inductor_fusions.block_mm.configurations import Config
 from inductor_fusions.block_mm.problem import Problem
 from inductor_fusions.decisions import Query, decide, devices, gemm_times, tables
-from inductor_fusions.decisions.gemm_times import Constants, Library, Work
+from inductor_fusions.decisions.gemm_times import Constants, Kernel, Library, Work
 from inductor_fusions.decisions.problems import FEW_ROWS
 from inductor_fusions.decisions.tables import Table
 
@@ -99,13 +99,18 @@ def timed(results: Path) -> list[Timed]:
 # The fit -----------------------------------------------------------------------------------------------
 
 
+def named(kernel: Kernel) -> str:
+    """A kernel in the name of its constant."""
+    return " ".join(map(str, kernel))
+
+
 def flat(constants: Constants) -> dict[str, float]:
-    """The constants by names such as "slowness 128x256", "latency", "store tiled"."""
+    """The constants by names such as "slowness tiled 128 256 8 4", "latency", "store tiled"."""
     found: dict[str, float] = {}
     for name, value in vars(constants).items():
         if isinstance(value, Mapping):
             for key, each in value.items():
-                found[f"{name} {key if isinstance(key, str) else '{}x{}'.format(*key)}"] = each
+                found[f"{name} {key if isinstance(key, str) else named(key)}"] = each
         else:
             found[name] = value
     return found
@@ -117,9 +122,11 @@ def constants_of(values: Mapping[str, float]) -> Constants:
     for name, value in values.items():
         group, _, key = name.partition(" ")
         parts.setdefault(group, {})[key] = value
-    slowness = {
-        (int(m), int(n)): each for k, each in parts.get("slowness", {}).items() for m, n in [k.split("x")]
-    }
+    slowness: dict[Kernel, float] = {}
+    for key, each in parts.get("slowness", {}).items():
+        template, *sizes = key.split()
+        rows, columns, warps, stages = map(int, sizes)
+        slowness[template, rows, columns, warps, stages] = each
     (slowest,), (latency,) = parts["slowest"].values(), parts["latency"].values()
     return Constants(slowness, slowest, latency, parts["launch"], parts["start"], parts["store"])
 
@@ -200,10 +207,10 @@ def _descent(
 def _depends(work: Work, name: str) -> bool:
     """Whether the time of a work depends on a constant."""
     group, _, key = name.partition(" ")
-    tile = "{}x{}".format(*work.tile)
+    kernel = named(work.kernel)
     if group == "slowness":
-        return key == tile
-    return f"slowness {tile}" not in START if group == "slowest" else key in ("", work.template)
+        return key == kernel
+    return f"slowness {kernel}" not in START if group == "slowest" else key in ("", work.kernel[0])
 
 
 def error(points: Sequence[Point], by: Constants) -> float:

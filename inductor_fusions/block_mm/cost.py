@@ -16,7 +16,7 @@ from .problem import Problem
 
 #: The configuration of the nearest measured problem is kept if it is modelled to take at most so many times
 #: the least time, because it may know what the model does not.
-DOUBT = 1.1
+DOUBT = 1.06
 #: Of a multiprocessor: bytes of shared memory, and registers.
 SHARED, REGISTERS = 228 * 1024, 65536
 
@@ -37,8 +37,9 @@ def work(choice: Config, problem: Problem, processors: int) -> Work:
     """
     tiles, inner = _tiles(choice, problem)
     together = choice.per_processor if choice.template == "persistent" else _together(choice, problem)
-    tile = choice.block_m, choice.block_n * (2 if problem.gated else 1)
-    return Work(choice.template, tile, inner, choice.block_k, -(-tiles // processors), together)
+    columns = choice.block_n * (2 if problem.gated else 1)
+    kernel = choice.template, choice.block_m, columns, choice.num_warps, choice.num_stages
+    return Work(kernel, inner, choice.block_k, -(-tiles // processors), together)
 
 
 def microseconds(choice: Config, problem: Problem, processors: int) -> float:

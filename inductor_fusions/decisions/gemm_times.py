@@ -19,21 +19,24 @@ STEP = 0.01
 #: The results of a tile of that size.
 AREA = 128 * 256
 
+#: A compiled template: its name, rows and columns of its tile (of a gated pair of both), warps and stages.
+Kernel = tuple[str, int, int, int, int]
+
 
 @dataclass(frozen=True)
 class Constants:
     """Of the package's kernels.
 
     Attributes:
-        slowness: what tiles lose, by their rows and columns: small ones read more for each result.
-        slowest: the same of tiles that are not listed.
+        slowness: what kernels lose: small tiles read more for each result, few stages wait for loads.
+        slowest: the same of kernels that are not listed.
         latency: microseconds for one step of K that no tile goes below, because loads take that long.
         launch, start, store: microseconds of a launch, of each tile, and of storing a tile of 128 x 256, by
             template. A persistent kernel makes descriptors of its bulk copies first, and stores a tile while
             it multiplies the next.
     """
 
-    slowness: Mapping[tuple[int, int], float]
+    slowness: Mapping[Kernel, float]
     slowest: float
     latency: float
     launch: Mapping[str, float]
@@ -43,14 +46,25 @@ class Constants:
 
 CONSTANTS = Constants(
     slowness={
-        (128, 256): 1.08, (256, 128): 1.19, (128, 128): 1.28, (64, 256): 1.29, (128, 192): 1.3,
-        (64, 192): 1.54, (64, 128): 1.67, (128, 96): 1.69, (128, 64): 1.7, (64, 96): 2.22, (64, 64): 2.22,
+        ("persistent", 128, 256, 8, 3): 1.1, ("persistent", 128, 256, 8, 4): 1.08,
+        ("persistent", 256, 128, 8, 3): 1.2, ("persistent", 64, 256, 4, 4): 1.27,
+        ("persistent", 128, 128, 4, 3): 1.32, ("persistent", 128, 128, 8, 3): 1.79,
+        ("persistent", 128, 128, 8, 4): 1.24, ("persistent", 64, 128, 4, 4): 1.52,
+        ("tiled", 128, 256, 8, 4): 1.13, ("tiled", 128, 192, 8, 4): 1.37, ("tiled", 64, 256, 4, 4): 1.33,
+        ("tiled", 64, 256, 8, 4): 1.41, ("tiled", 128, 128, 4, 4): 1.4, ("tiled", 128, 128, 8, 4): 1.23,
+        ("tiled", 128, 128, 8, 6): 1.36, ("tiled", 64, 192, 4, 4): 1.59, ("tiled", 64, 192, 4, 6): 1.51,
+        ("tiled", 128, 96, 4, 4): 1.7, ("tiled", 128, 96, 8, 4): 1.74, ("tiled", 128, 96, 8, 7): 1.86,
+        ("tiled", 64, 128, 4, 3): 2.14, ("tiled", 64, 128, 4, 4): 1.69, ("tiled", 64, 128, 4, 6): 1.5,
+        ("tiled", 64, 128, 8, 4): 2.0, ("tiled", 128, 64, 4, 4): 1.63, ("tiled", 128, 64, 8, 4): 1.83,
+        ("tiled", 64, 96, 4, 4): 2.22, ("tiled", 64, 96, 4, 5): 2.1, ("tiled", 64, 96, 4, 6): 1.5,
+        ("tiled", 64, 64, 4, 3): 2.14, ("tiled", 64, 64, 4, 4): 2.2, ("tiled", 64, 64, 4, 5): 1.5,
+        ("tiled", 64, 64, 4, 6): 1.5, ("tiled", 64, 32, 4, 4): 3.36,
     },
-    slowest=3.49,
-    latency=0.221,
-    launch={"persistent": 4.45, "tiled": 0.299},
-    start={"persistent": 0.284, "tiled": 1.17},
-    store={"persistent": 1.3, "tiled": 3.04},
+    slowest=2.0,
+    latency=0.29,
+    launch={"persistent": 4.32, "tiled": 0.226},
+    start={"persistent": 0.46, "tiled": 1.5},
+    store={"persistent": 1.18, "tiled": 1.95},
 )  # fmt: skip
 #: Results up to which a multiprocessor works at two tiles at once, by template.
 TWO_AT_ONCE = {"persistent": 128 * 128, "tiled": 64 * 128}
@@ -63,15 +77,13 @@ class Work:
     """What a configuration has to do for a problem.
 
     Attributes:
-        tile: rows and columns; of a gated pair the columns of both.
         inner: the mean of K of a tile, in whole steps.
         depth: K of a step.
         each: tiles of the multiprocessor that has most of them.
         together: thread blocks that a multiprocessor has room for.
     """
 
-    template: str
-    tile: tuple[int, int]
+    kernel: Kernel
     inner: float
     depth: int
     each: int
@@ -79,13 +91,14 @@ class Work:
 
     def microseconds(self, by: Constants) -> float:
         """The time, as the model has it."""
-        area = self.tile[0] * self.tile[1] / AREA
-        step = STEP * by.slowness.get(self.tile, by.slowest) * area
-        ends = by.start[self.template] + by.store[self.template] * area
+        template, rows, columns, *_ = self.kernel
+        area = rows * columns / AREA
+        step = STEP * by.slowness.get(self.kernel, by.slowest) * area
+        ends = by.start[template] + by.store[template] * area
         full, rest = divmod(self.each, self.together)
         time = full * (max(self.together * step, by.latency / self.depth) * self.inner + ends)
         time += (max(rest * step, by.latency / self.depth) * self.inner + ends) if rest else 0.0
-        return by.launch[self.template] + time
+        return by.launch[template] + time
 
 
 @dataclass(frozen=True)
@@ -135,20 +148,21 @@ class Gemms:
         return passes * megabytes + sum(_library(product, processors, by) for product in self.products)
 
     def grouped(self, processors: int) -> float:
-        """Microseconds of the package's kernel, with the fastest tile."""
+        """Microseconds of the package's fastest kernel."""
         inner = [0] * (self.groups[-1] + 1)
         sizes: dict[int, tuple[int, int]] = {}
         for group, (rows, columns, k) in zip(self.groups, self.products, strict=True):
             inner[group] += k
             sizes[group] = rows, columns
         found = []
-        for m, n in CONSTANTS.slowness:
+        for kernel in CONSTANTS.slowness:
+            template, m, n, *_ = kernel
             counts = [-(-rows // m) * -(-columns // n) for rows, columns in sizes.values()]
             each = -(-sum(counts) // processors)
             depth = sum(count * inner[group] for group, count in zip(sizes, counts, strict=True))
-            for template, most in TWO_AT_ONCE.items():
-                work = Work(template, (m, n), depth / sum(counts), STEP_OF_K, each, 2 if m * n <= most else 1)
-                found.append(work.microseconds(CONSTANTS))
+            together = 2 if m * n <= TWO_AT_ONCE[template] else 1
+            work = Work(kernel, depth / sum(counts), STEP_OF_K, each, together)
+            found.append(work.microseconds(CONSTANTS))
         return min(found)
 
 

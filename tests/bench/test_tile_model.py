@@ -38,7 +38,7 @@ def test_constants_are_those_of_the_file() -> None:
 def test_choices_without_the_width(name: str, judgement: Any) -> None:
     """The nearest problem's configurations would take 12% and 10% longer than the fastest ones."""
     nearest, chosen = (judgement[name]["ways"][way] for way in ("nearest", "shipped"))
-    assert chosen["mean"] <= 0.045 < 0.1 <= nearest["mean"] and chosen["most"] < 0.4
+    assert chosen["mean"] <= 0.03 < 0.1 <= nearest["mean"] and chosen["most"] < 0.4
     assert chosen["kept"] >= nearest["kept"] + 0.2
     # Of about a hundred problems that get the kernel, one may be at 0.95 to 0.98 of stock.
     assert chosen["below_0.98"] <= 1 and chosen["below_0.95"] == 0 < nearest["below_0.95"]
@@ -54,7 +54,7 @@ def test_file_is_current(judgement: Any) -> None:
     lost = {
         way: tile_model.loss(FILE["judgement"], way) for way in ("shipped", "held out", "fitted", "nearest")
     }
-    assert lost["shipped"] <= lost["fitted"] <= 0.045 and lost["held out"] <= lost["shipped"] + 0.005
+    assert lost["shipped"] <= lost["fitted"] <= 0.03 and lost["held out"] <= lost["shipped"] + 0.005
 
 
 def test_fit_finds_constants(
@@ -63,7 +63,7 @@ def test_fit_finds_constants(
     """Of times that a model with other constants makes."""
     monkeypatch.setattr(tile_model, "STEPS", (0.4, 0.1, 0.03))
     hidden = tile_model.constants_of(
-        {**tile_model.flat(cost.CONSTANTS), "launch tiled": 2.0, "slowness 128x256": 1.6}
+        {**tile_model.flat(cost.CONSTANTS), "launch tiled": 2.0, "slowness persistent 128 256 8 3": 1.6}
     )
     name, some = next(iter(problems.items()))
     made = [
@@ -75,7 +75,7 @@ def test_fit_finds_constants(
     ]  # fmt: skip
     found = tile_model.fit(tile_model.points((name, each) for each in made))
     assert found.launch["tiled"] == pytest.approx(2.0, rel=0.1)
-    assert found.slowness[128, 256] == pytest.approx(1.6, rel=0.1)
+    assert found.slowness["persistent", 128, 256, 8, 3] == pytest.approx(1.6, rel=0.1)
 
 
 @pytest.mark.parametrize(

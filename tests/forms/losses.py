@@ -252,6 +252,14 @@ def scaled_in_place(h: Any, w: Any, y: Any) -> Any:
     return -F.cross_entropy(logits.view(-1, 80), y.view(-1), reduction="none")
 
 
+@form(*HEAD, (80,))
+def bias_and_number_in_place(h: Any, w: Any, y: Any, c: Any) -> Any:
+    logits = F.linear(h, w)
+    logits += c
+    logits.add_(2.0)
+    return F.cross_entropy(logits.view(-1, 80), y.view(-1))
+
+
 @form(*HEAD, reasons=TWO)
 def clamped_in_place(h: Any, w: Any, y: Any) -> Any:
     logits = F.linear(h, w).float()

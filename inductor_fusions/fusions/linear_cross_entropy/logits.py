@@ -9,7 +9,7 @@ an addition by itself.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -119,9 +119,9 @@ class _Walk:
         """Read up to the linear."""
         while (operands := product_of(node)) is None:
             op = read(node)
-            if op is None or tensor(node) is None or (op.inplace and op.name not in ("mul", "div")):
+            if op is None or tensor(node) is None or (op.inplace and op.name not in ("mul", "div", "add")):
                 raise _no_linear(node)
-            source = self._source(op)
+            source = self._source(replace(op, inplace=False))  # what it writes to is read nowhere else
             if not isinstance(source, fx.Node):
                 raise _no_linear(node)
             node = source

@@ -27,6 +27,8 @@ from ...graph.products import (
 from ...operands import tensor, value
 from ...reasons import Reason
 from .adapters import MOST_RANK, is_low_rank, step
+from .first_products import product_in
+from .reached import is_added_to_product
 
 aten = torch.ops.aten
 
@@ -98,6 +100,8 @@ def candidates(bases: Sequence[fx.Node]) -> Iterator[Candidate]:
 def _of_up(up: fx.Node) -> str:
     """Why a second product of an adapter is not fused; "" if it is none."""
     if up.target in _BATCHES:
+        if _is_of_wider_rows(up):
+            return PART
         first, (count, rank, columns) = _narrow(up)
         inner: Any = 0
         if (packed := product(first)) is not None:  # the experts share x: each A has some columns of one
@@ -125,6 +129,19 @@ def _of_up(up: fx.Node) -> str:
     if found is None or found.inner < 2 * value(found.node).shape[1]:
         return ""
     return UP if is_low_rank(value(found.node).shape[1]) else ""
+
+
+def _is_of_wider_rows(up: fx.Node) -> bool:
+    """Whether the one B of a batch of products reads a function of columns of a product of low rank."""
+    left, right = _batch_operands(up)
+    if repeated_matrix(right) is None or not is_added_to_product(up):
+        return False
+    read = through(left, frozenset({aten.expand.default}))
+    if value(read).is_contiguous():
+        return False
+    down = product_in(read, str(value(read).numel()))
+    rank = None if down is None else value(down.node).shape[1]
+    return down is not None and is_low_rank(rank, down.inner, value(up).shape[2])
 
 
 def _narrow(up: fx.Node) -> tuple[Any, tuple[Any, Any, Any]]:

@@ -35,7 +35,7 @@ aten = torch.ops.aten
 #: Anchors.
 BASES = (
     aten.embedding.default, aten.convolution.default, aten.bmm.default, aten.baddbmm.default,
-    aten.repeat.default, aten.expand.default, aten._fft_c2r.default,
+    aten.repeat.default, aten.expand.default, aten._fft_c2r.default, aten._fft_c2c.default,
 )  # fmt: skip
 #: Batches of products: of the second one, what is added to them comes first.
 _BATCHES = (aten.bmm.default, aten.baddbmm.default)
@@ -114,6 +114,11 @@ def _of_up(up: fx.Node) -> str:
         return MERGED if _is_merged(_batch_operands(up)[1]) else ROTATED if _rotates(up) else ""
     if up.target is aten._fft_c2r.default:
         return CIRCULANT if _is_added(up, (*_TURNED, *RESHAPES, *CASTS)) else ""
+    if up.target is aten._fft_c2c.default:
+        if getattr(turned(up.args[0]), "target", None) not in (aten.bmm.default, aten.mul.Tensor):
+            return ""  # no spectra are multiplied
+        parts = users_behind(up, frozenset({aten.view_as_real.default}))
+        return CIRCULANT if any(x.target is aten.select.int and is_added_to_product(x) for x in parts) else ""
     if up.target in (aten.repeat.default, aten.expand.default):
         found = product(turned(up.args[0]))
         width = 0 if found is None else value(found.node).shape[1]

@@ -1,0 +1,54 @@
+"""Upper bounds of scores: nothing is left above zero where their largest one was subtracted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from ...graph.dims import Reduction, picked, reduction_at
+from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, concrete, read, tensor
+from ...operands import same_shape
+
+_MOST_STEPS = 16
+_SAME_VALUES = CASTS | COPIES | TRANSPOSES | VIEWS | {"getattr", "detach"}
+
+
+def reduction_of(node: Any, names: Collection[str]) -> Reduction | None:
+    """The reduction of scores that a node holds, perhaps broadcast to their shape again."""
+
+    def step(op: Op, appended: bool) -> Any:
+        expands = op.name in ("expand", "expand_as", "broadcast_to") and not appended
+        return op.input if expands else picked(op)
+
+    return reduction_at(node, names, step)
+
+
+def is_at_most(node: Any, bound: float) -> bool:
+    """Whether no score that a node holds is above a number, but for NaN."""
+    for _ in range(_MOST_STEPS):
+        op = read(node)
+        if op is None:
+            return False
+        if op.name == "sub":
+            return bound >= 0 and _subtracts_largest(op)
+        if op.name in ("clamp", "clamp_min", "clamp_max"):
+            floor, ceiling = concrete(op["min"]), concrete(op["max"])
+            if isinstance(ceiling, (int, float)) and ceiling <= bound:
+                return True
+            if floor is not None and not (isinstance(floor, (int, float)) and floor <= bound):
+                return False
+        elif op.name not in _SAME_VALUES:
+            return False
+        node = op.input
+    return False
+
+
+def _subtracts_largest(op: Op) -> bool:
+    """Whether the largest of all scores, or of each row, is subtracted from them."""
+    scores, other = op.only("input", "other")
+    found = reduction_of(other, ("amax", "max"))
+    before, after = tensor(scores), tensor(op.node)
+    if found is None or before is None or after is None or not same_shape(before.shape, after.shape):
+        return False
+    over_all = found.dims is None and tensor(found.op.node) is not None
+    return bool(found.of(scores)) and (over_all or (bool(found.dims) and found.keeps))

@@ -243,6 +243,22 @@ def two_ways_less_the_largest_score(q: Any, k: Any, vq: Any, vk: Any) -> Any:
     return s.softmax(-1) @ vk, t.clamp(min=-50000).softmax(-1) @ vq
 
 
+@form(*TWO_WAYS, fused=2)
+def two_ways_with_a_transpose_for_each(q: Any, k: Any, vq: Any, vk: Any) -> Any:
+    """The scores are transposed again for their largest."""
+    s = scored(q, k)
+    return s.softmax(-1) @ vk, (s.mT - s.mT.max(-1, keepdim=True)[0]).softmax(-1) @ vq
+
+
+@form(*QKV, fused=0, reasons=("used-elsewhere",))
+def largest_score_of_another_transpose(q: Any, k: Any, v: Any) -> Any:
+    """Of other scores; a function does not let it cancel."""
+    s = scored(q, k)
+    largest = s.mT.amax(-1, keepdim=True)
+    s = s * 1.0
+    return torch.tanh(s.mT - largest).softmax(-1) @ v
+
+
 @form(*TWO_WAYS, fused=0, reasons=TWO)
 def two_ways_and_the_largest_score(q: Any, k: Any, vq: Any, vk: Any) -> Any:
     s = scored(q, k)

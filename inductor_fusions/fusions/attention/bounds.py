@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from ...graph.dims import Reduction, picked, reduction_at
+from torch import fx
+
+from ...graph.dims import Reduction, permutation, picked, reduction_at
 from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, concrete, read, tensor
 from ...operands import same_shape
 
@@ -21,6 +23,16 @@ def reduction_of(node: Any, names: Collection[str]) -> Reduction | None:
         return op.input if expands else picked(op)
 
     return reduction_at(node, names, step)
+
+
+def nodes_of(found: Reduction, scores: Any) -> tuple[fx.Node, ...]:
+    """The nodes that reduce scores, or the same transpose of what they are one of; none if they do not."""
+    own = found.of(scores)
+    first, second = read(scores), read(found.op.input)
+    if own or first is None or second is None or first.input is not second.input:
+        return own
+    dims = permutation(first)
+    return (*found.nodes, second.node) if dims is not None and dims == permutation(second) else ()
 
 
 def is_at_most(node: Any, bound: float) -> bool:
@@ -51,4 +63,4 @@ def _subtracts_largest(op: Op) -> bool:
     if found is None or before is None or after is None or not same_shape(before.shape, after.shape):
         return False
     over_all = found.dims is None and tensor(found.op.node) is not None
-    return bool(found.of(scores)) and (over_all or (bool(found.dims) and found.keeps))
+    return bool(nodes_of(found, scores)) and (over_all or (bool(found.dims) and found.keeps))

@@ -140,7 +140,22 @@ def test_overwritten_operand() -> None:
         check(fn, (*qkv(grad=False), rand(Q_LEN, KV_LEN, grad=False)), fused=None, train=False)
 
 
+def raised_in_part(s, m):
+    """Some of the scores are raised above the largest one, which was computed before."""
+    largest = s.detach().max()
+    s[..., :3] += 5.0
+    return torch.clamp(s - largest, max=0.5)
+
+
+def raised_behind_the_maximum(s, m):
+    lower = s - s.max()
+    lower[..., :3] += 5.0
+    return torch.clamp(lower, max=0.5)
+
+
 SHIFTED = {
+    "a maximum of lower scores before a ceiling": raised_in_part,
+    "a ceiling behind raised scores": raised_behind_the_maximum,
     "a number before tanh": lambda s, m: torch.tanh(s * 0.25 + 2.0) * 3.0,
     "the maximum before tanh": lambda s, m: torch.tanh(s - s.amax(-1, keepdim=True)) * 3.0,
     "a number before a product": lambda s, m: (s + 2.0) * m,

@@ -10,6 +10,7 @@ from torch import fx
 from ...graph.dims import Reduction, permutation, picked, reduction_at
 from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, concrete, read, tensor
 from ...operands import same_shape
+from .aliasing import Mutations
 
 _MOST_STEPS = 16
 _SAME_VALUES = CASTS | COPIES | TRANSPOSES | VIEWS | {"getattr", "detach"}
@@ -35,14 +36,15 @@ def nodes_of(found: Reduction, scores: Any) -> tuple[fx.Node, ...]:
     return (*found.nodes, second.node) if dims is not None and dims == permutation(second) else ()
 
 
-def is_at_most(node: Any, bound: float) -> bool:
-    """Whether no score that a node holds is above a number, but for NaN."""
+def is_at_most(node: Any, bound: float, user: fx.Node, mutations: Mutations) -> bool:
+    """Whether no score that a node holds is above a number, as `user` reads it, but for NaN."""
     for _ in range(_MOST_STEPS):
         op = read(node)
-        if op is None:
+        if op is None or op.inplace or mutations.last(node, user) is not None:
             return False
         if op.name == "sub":
-            return bound >= 0 and _subtracts_largest(op)
+            written = isinstance(op.input, fx.Node) and mutations.last(op.input, op.node) is not None
+            return bound >= 0 and not written and _subtracts_largest(op)
         if op.name in ("clamp", "clamp_min", "clamp_max"):
             floor, ceiling = concrete(op["min"]), concrete(op["max"])
             if isinstance(ceiling, (int, float)) and ceiling <= bound:
@@ -51,7 +53,7 @@ def is_at_most(node: Any, bound: float) -> bool:
                 return False
         elif op.name not in _SAME_VALUES:
             return False
-        node = op.input
+        node, user = op.input, op.node
     return False
 
 

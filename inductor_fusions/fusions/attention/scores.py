@@ -265,8 +265,11 @@ class ScoreReader(Walk):
         floor, ceiling = (None if op[name] is None else self.number(op[name]) for name in ("min", "max"))
         if (floor is None) != (op["min"] is None) or (ceiling is None) != (op["max"] is None):
             raise Reason.MASK.rejected("the bounds of a clamp of the scores are tensors")
-        ordered = floor is None or ceiling is None or floor <= ceiling  # else all scores are the ceiling
-        if ceiling is not None and ordered and is_at_most(op.input, ceiling):
+        if (
+            ceiling is not None
+            and (floor is None or floor <= ceiling)  # else all scores are the ceiling
+            and is_at_most(op.input, ceiling, op.node, self.interpreter.mutations)
+        ):
             ceiling = None
             if floor is None:
                 return self.up(op, op.input, below)

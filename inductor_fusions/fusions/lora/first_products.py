@@ -68,7 +68,7 @@ def product_in(matrix: fx.Node, size: str) -> Product | None:
             return None
         elif node.target in RESHAPES or is_pointwise(node):
             waiting += [(each, size) for each in node.all_input_nodes if is_floating(each)]
-        else:
+        elif str(value(node).numel()) == size:  # a number of each row is a factor
             waiting += [(each, str(value(each).numel())) for each in _beside(node)]
     return down
 

@@ -98,7 +98,8 @@ def run(
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function or a module, not {type(fn).__name__}")
-    args, kwargs = copied((tuple(args), dict(kwargs)), train)
+    # A function may take gradients by itself, in inference too.
+    args, kwargs = copied((tuple(args), dict(kwargs)))
     if not train:
         with torch.no_grad():
             return call(*args, **kwargs), {}, ()
@@ -169,7 +170,7 @@ def _step(key: Any) -> str:
     return str(named[0] if named else key)
 
 
-def copied(tree: Any, train: bool) -> Any:
+def copied(tree: Any) -> Any:
     """A tree with copies of its tensors, as leaves; a tensor that is given twice is copied once."""
     memo: dict[int, torch.Tensor] = {}
 
@@ -179,7 +180,7 @@ def copied(tree: Any, train: bool) -> Any:
                 data = tensor.detach().clone() if is_wrapper(tensor) else _with_its_layout(tensor)
             for name in [name for name in vars(tensor) if name.startswith("_dynamo_")]:  # marked dynamic
                 setattr(data, name, getattr(tensor, name))
-            memo[id(tensor)] = data.requires_grad_(train and tensor.requires_grad)
+            memo[id(tensor)] = data.requires_grad_(tensor.requires_grad)
         return memo[id(tensor)]
 
     return pytree.tree_map_only(torch.Tensor, one, tree)

@@ -169,7 +169,7 @@ def _explained(
         if differentiates or not train:
             run(compiled, fn, args, kwargs, train)
         else:
-            args, kwargs = copied((args, kwargs), train)
+            args, kwargs = copied((args, kwargs))
             with torch.enable_grad():
                 compiled(*args, **kwargs)
     return Explanation(

@@ -140,12 +140,33 @@ def test_overwritten_operand() -> None:
         check(fn, (*qkv(grad=False), rand(Q_LEN, KV_LEN, grad=False)), fused=None, train=False)
 
 
+def raised_in_part(s, m):
+    """Some of the scores are raised above the largest one, which was computed before."""
+    largest = s.detach().max()
+    s[..., :3] += 5.0
+    return torch.clamp(s - largest, max=0.5)
+
+
+def raised_behind_the_maximum(s, m):
+    lower = s - s.max()
+    lower[..., :3] += 5.0
+    return torch.clamp(lower, max=0.5)
+
+
 SHIFTED = {
+    "a maximum of lower scores before a ceiling": raised_in_part,
+    "a ceiling behind raised scores": raised_behind_the_maximum,
     "a number before tanh": lambda s, m: torch.tanh(s * 0.25 + 2.0) * 3.0,
     "the maximum before tanh": lambda s, m: torch.tanh(s - s.amax(-1, keepdim=True)) * 3.0,
     "a number before a product": lambda s, m: (s + 2.0) * m,
     "a number before a fill that shows": lambda s, m: torch.where(m > 0, s + 2.0, 0.3),
     "a number before a clamp": lambda s, m: torch.clamp(s + 2.0, max=1.0),
+    "the maximum before a ceiling below it": lambda s, m: torch.clamp(s - s.amax(-1, True), max=-0.5),
+    "the mean before a ceiling": lambda s, m: torch.clamp(s - s.mean(-1, True), max=0.1),
+    "another maximum before a ceiling": lambda s, m: torch.clamp(s - (s * 0.5).amax(-1, True), max=0.1),
+    "the maximum of a sum before a ceiling": lambda s, m: torch.clamp(s - (s - m).max(), min=-9e4, max=0.1),
+    "the maximum before a floor above the ceiling": lambda s, m: torch.clamp(s - s.max(), min=2.0, max=1.0),
+    "a product before a ceiling": lambda s, m: torch.clamp((s - s.amax(-1, True)) * -2.0, max=0.5),
 }
 
 
@@ -155,6 +176,22 @@ def test_shift_before_a_function(case, train: bool) -> None:
     """What is added to all scores of a row cancels in a softmax, and in nothing else."""
     with flex_everywhere():
         check(scored(case), [*qkv(), rand(Q_LEN, KV_LEN, grad=False)], fused=None, train=train, slack=4.0)
+
+
+BOUNDED = {
+    "of each row": lambda s: torch.clamp(s - s.amax(-1, keepdim=True), -5e4, 5e4),
+    "of all": lambda s: torch.clamp(s - s.max(), min=-5e4, max=0.0),
+    "twice": lambda s: (s - s.max()).clamp_max(5e4).mT.contiguous().clamp(min=-5e4).mT.clamp(max=1e3),
+    "of a dim": lambda s: torch.clamp(s - s.max(-1).values[..., None], max=5e4),
+}
+
+
+@cases(BOUNDED)
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_ceiling_above_the_largest_score(case, train: bool) -> None:
+    """It changes nothing, so that what is subtracted cancels."""
+    seen = check(scored(lambda s, m: case(s)), [*qkv(), rand(1, grad=False)], train=train, slack=4.0)
+    assert [site.kernel for site in seen.sites] == ["sdpa"]
 
 
 def test_only_the_bias_learns() -> None:

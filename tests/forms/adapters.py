@@ -313,6 +313,30 @@ def packed_a_behind_an_activation(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any
     return F.linear(x, w) + F.linear(F.silu(first), b) + second @ c
 
 
+#: x, the base, A of a mean and a variance for each of 8 ranks, B, and the vectors behind A and B.
+PVERA = (X, "frozen 128x64", "frozen 16x64", "frozen 128x8", (16,), (128,))
+
+
+@form(*PVERA, reasons=("wider rows", ""))
+def pvera(x: Any, w: Any, a: Any, b: Any, d: Any, e: Any) -> Any:
+    """PEFT's: the mean alone; in inference torch makes a batch of products with B."""
+    mean, _ = (d * F.linear(x, a)).chunk(2, dim=-1)
+    return F.linear(x, w) + e * F.linear(mean, b)
+
+
+@form(*PVERA, "frozen 2x48x8")
+def pvera_drawn(x: Any, w: Any, a: Any, b: Any, d: Any, e: Any, drawn: Any) -> Any:
+    """Both parts of the columns are read."""
+    mean, variance = (d * F.linear(x, a)).chunk(2, dim=-1)
+    return F.linear(x, w) + e * F.linear(mean + drawn * torch.exp(0.5 * variance), b)
+
+
+@form(*LORA[:2], (16, 64), (128, 8), (16,), (128,))
+def pvera_of_trained_matrices(x: Any, w: Any, a: Any, b: Any, d: Any, e: Any) -> Any:
+    mean, variance = (d * F.linear(x, a)).chunk(2, dim=-1)
+    return F.linear(x, w) + e * F.linear(mean + torch.exp(0.5 * variance), b)
+
+
 @form((4, 48, 64), "frozen 4x64x128", (4, 128, 64))
 def batch_of_sums(x: Any, w: Any, v: Any) -> Any:
     return torch.bmm(x, w + v.mT)

@@ -272,3 +272,14 @@ def entropy_in_bits(h: Any, w: Any, y: Any) -> Any:
 @form((2, 12, 32), (8, 32), left=(1, 1), silent="linear_cross_entropy")
 def entropy_of_a_router(h: Any, w: Any) -> Any:
     return entropy(F.linear(h, w))
+
+
+@form((2, 4, 16), (1024, 16), reasons=("it is given", "it is given"))
+def entropy_in_a_checkpoint_of_logits(h: Any, w: Any) -> Any:
+    """verl's `entropy_checkpointing`: the linear is outside of it."""
+    return torch.utils.checkpoint.checkpoint(entropy, F.linear(h, w), use_reentrant=False)
+
+
+@form((2, 4, 16), (64, 16), silent="linear_cross_entropy")
+def entropy_of_a_policy_in_a_checkpoint(h: Any, w: Any) -> Any:
+    return torch.utils.checkpoint.checkpoint(entropy, F.linear(h, w), use_reentrant=False)

@@ -122,6 +122,12 @@ def shifted_behind_a_cast(h: Any, w: Any, y: Any) -> Any:
     return F.cross_entropy(logits.view(-1, 80), y.view(-1))
 
 
+@form(*HEAD, (80,), reasons=("added to cast logits",) * 2)
+def capped_behind_a_cast_and_a_bias(h: Any, w: Any, y: Any, c: Any) -> Any:
+    logits = 30 * torch.tanh((F.linear(h, w).float() + c) / 30)
+    return F.cross_entropy(logits.view(-1, 80), y.view(-1))
+
+
 @form(*HEAD, reasons=TWO)
 def shifted_on_both_sides_of_a_scale(h: Any, w: Any, y: Any) -> Any:
     logits = 3 * torch.tanh((F.linear(h, w) + 1) * 0.3 + 0.5)

@@ -20,6 +20,22 @@ def circulant(x: Any, w: Any, c: Any) -> Any:
     return F.linear(x, w) + y.to(x.dtype)
 
 
+@form(X, "frozen 64x64", (4, 4, 16), left=(1, 1), reasons=("Fourier", "Fourier"))
+def circulant_blocks(x: Any, w: Any, c: Any) -> Any:
+    """PEFT's C3A, by complex transforms of blocks of columns."""
+    spectra = torch.fft.ifft(x.float().view(2, 24, 4, 16)), torch.fft.fft(c.float())
+    y = torch.fft.fft(torch.einsum("...nb,mnb->...mb", *spectra)).real.reshape(2, 24, 64) / 64
+    result = F.linear(x, w)
+    result += y.to(x.dtype)
+    return result
+
+
+@form(X, "frozen 64x64", left=(1, 1), silent="lora")
+def transforms_beside_a_linear(x: Any, w: Any) -> Any:
+    """FNet's mixing multiplies no spectra."""
+    return F.linear(x, w) + torch.fft.fft(torch.fft.fft(x.float(), dim=-1), dim=-2).real.to(x.dtype)
+
+
 @form(X, "frozen 64x64", (64,), left=(1, 1))
 def convolution_beside_a_residual(x: Any, w: Any, c: Any) -> Any:
     """As long convolutions add it: no linear is added to it."""
@@ -84,7 +100,7 @@ def batch_added_to_its_input(x: Any, a: Any, b: Any) -> Any:
     return torch.baddbmm(x, x @ a, b)
 
 
-@form(X, "frozen 192x64", (16, 64), (64, 8), (64, 8), left=(2, 2), reasons=("packed", "packed"))
+@form(X, "frozen 192x64", (16, 64), (64, 8), (64, 8), left=(1, 1))
 def packed_a_of_columns(x: Any, w: Any, a: Any, b: Any, d: Any) -> Any:
     """Two adapters of columns of one linear share a product; the base is in memory."""
     first, second = F.linear(x, a).chunk(2, -1)
@@ -228,6 +244,32 @@ def rotated_twice(x: Any, w: Any, q: Any, r: Any) -> Any:
     """BOFT: the second blocks have one column of each of the first."""
     turned = torch.einsum("...gi,gij->...gj", x.view(2, 48, 8, 8), q).transpose(-1, -2)
     return F.linear(torch.einsum("...gi,gij->...gj", turned, r).reshape(2, 48, 64), w)
+
+
+@form(
+    LONG, "frozen 128x64", (8, 8, 8), "frozen 64x64", left=(5, 5), reasons=("by block_diag", "by block_diag")
+)
+def rotated_by_one_matrix(x: Any, w: Any, q: Any, p: Any) -> Any:
+    """PEFT's BOFT: blocks on the diagonal of a matrix, whose rows and columns are permuted."""
+    skew, one = 0.5 * (q - q.mT).float(), torch.eye(8).expand(8, 8, 8)
+    turned = torch.linalg.solve(one + skew, one - skew, left=False).to(x.dtype)
+    blocks = torch.block_diag(*torch.unbind(turned))[None]
+    permuted = torch.bmm(p[None], torch.bmm(blocks, p[None].permute(0, 2, 1)))[0]
+    return F.linear(x @ (permuted @ torch.eye(64, dtype=x.dtype)), w)
+
+
+@form(LONG, "frozen 128x64", "frozen 64x64", (64, 64), left=(3, 3), silent="lora_input")
+def product_of_functions_of_matrices(x: Any, w: Any, p: Any, q: Any) -> Any:
+    """Neither has blocks."""
+    return F.linear(x @ (p.exp() @ q.exp()), w)
+
+
+@form(LONG, "frozen 128x64", (16, 16), left=(2, 2), reasons=("by matmul", "by matmul"))
+def weight_of_blocks(x: Any, w: Any, m: Any) -> Any:
+    """PEFT's MiSS "bat": blocks of a copy of the weight are multiplied."""
+    copied = w.detach().clone()
+    blocks = copied.reshape(8, 16, 4, 16).permute(2, 0, 1, 3)
+    return F.linear(x, copied + (blocks @ m + m).permute(1, 2, 0, 3).reshape(128, 64))
 
 
 @form(LONG, "frozen 128x64", (8, 8), left=(2, 2), reasons=("shapes", "shapes"))

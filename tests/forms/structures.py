@@ -243,6 +243,22 @@ def two_ways_less_the_largest_score(q: Any, k: Any, vq: Any, vk: Any) -> Any:
     return s.softmax(-1) @ vk, t.clamp(min=-50000).softmax(-1) @ vq
 
 
+@form(*TWO_WAYS, fused=2)
+def two_ways_with_a_transpose_for_each(q: Any, k: Any, vq: Any, vk: Any) -> Any:
+    """The scores are transposed again for their largest."""
+    s = scored(q, k)
+    return s.softmax(-1) @ vk, (s.mT - s.mT.max(-1, keepdim=True)[0]).softmax(-1) @ vq
+
+
+@form(*QKV, fused=0, reasons=("used-elsewhere",))
+def largest_score_of_another_transpose(q: Any, k: Any, v: Any) -> Any:
+    """Of other scores; a function does not let it cancel."""
+    s = scored(q, k)
+    largest = s.mT.amax(-1, keepdim=True)
+    s = s * 1.0
+    return torch.tanh(s.mT - largest).softmax(-1) @ v
+
+
 @form(*TWO_WAYS, fused=0, reasons=TWO)
 def two_ways_and_the_largest_score(q: Any, k: Any, vq: Any, vk: Any) -> Any:
     s = scored(q, k)
@@ -264,6 +280,37 @@ def two_ways_masked_through_a_view(q: Any, k: Any, vq: Any, vk: Any, mask: Any) 
     t = s.mT
     s.masked_fill_(mask, -1e9)
     return s.softmax(-1) @ vk, t.softmax(-1) @ vq
+
+
+#: In three dims, as GroundingDINO has them, with hidden queries and keys.
+THREE = ((8, 7, 8), (8, 9, 8), (8, 7, 8), (8, 9, 8))
+
+
+@form(*THREE, fused=2)
+def grounding_dino(q: Any, k: Any, vq: Any, vk: Any) -> Any:
+    """The largest score of all is subtracted, so that no score is above zero; each bound is a clamp."""
+    s = torch.bmm(q, k.transpose(1, 2))
+    s = (s - s.max()).clamp(min=-50000)
+    s = s.clamp(max=50000)
+    t = s.transpose(1, 2)
+    t = (t - torch.max(t, dim=-1, keepdim=True)[0]).clamp(min=-50000)
+    t = t.clamp(max=50000)
+    return torch.bmm(s.softmax(-1), vk), torch.bmm(t.softmax(-1), vq)
+
+
+@form(
+    *THREE, lambda: torch.arange(9).expand(8, 1, 9) > 6, lambda: torch.arange(7).expand(8, 1, 7) > 4, fused=2
+)
+def grounding_dino_with_masks(q: Any, k: Any, vq: Any, vk: Any, keys: Any, queries: Any) -> Any:
+    """As transformers has it: one clamp, and masks in place behind it."""
+    s = torch.bmm(q, k.transpose(1, 2))
+    s = torch.clamp(s - s.max(), min=-50000, max=50000)
+    t = s.transpose(1, 2)
+    t = torch.clamp(t - torch.max(t, dim=-1, keepdim=True)[0], min=-50000, max=50000)
+    t.masked_fill_(queries, float("-inf"))
+    t = t.softmax(dim=-1)
+    s.masked_fill_(keys, float("-inf"))
+    return torch.bmm(s.softmax(dim=-1), vk), torch.bmm(t, vq)
 
 
 def chained(x: Any) -> tuple[Any, list[Any]]:

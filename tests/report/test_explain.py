@@ -293,3 +293,36 @@ def test_public_name() -> None:
     assert inductor_fusions.explain is explain and inductor_fusions.Explanation is Explanation
     with pytest.raises(AttributeError):
         inductor_fusions.nothing  # noqa: B018
+
+
+def forces(x, w):
+    """As a potential gives them, in inference too."""
+    with torch.enable_grad():
+        energy = torch.tanh(x @ w).sum()
+        return torch.autograd.grad(energy, x)[0]
+
+
+@pytest.mark.parametrize("gpu", [None, "nvidia_h200"])
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_an_input_that_requires_a_gradient(gpu, train):
+    """Inference or not, the copy that is run requires one where the input does."""
+    x = torch.randn(64, 128, requires_grad=True)
+    explained = explain(forces, x, torch.randn(128, 256), train=train, gpu=gpu)
+    assert [site.fusion for site in explained.sites] == ["linear_epilogue"]
+    assert x.grad is None
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_the_gradient_of_an_input_alone(train):
+    """All weights are frozen: in training there is a backward for the sake of the input."""
+
+    def adapted(x, w, a, b):
+        return x @ w + x @ a @ b
+
+    weights = [torch.randn(s).bfloat16() for s in ((128, 256), (128, 8), (8, 256))]
+    x = torch.randn(64, 128).bfloat16()
+    counts = [
+        sum(site.fusion == "lora" for site in explain(adapted, each, *weights, train=train).sites)
+        for each in (x, x.clone().requires_grad_())
+    ]
+    assert counts == [1, 1 + train]

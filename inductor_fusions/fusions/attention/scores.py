@@ -13,10 +13,11 @@ from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
-from ...graph.dims import picked, reduced, reduction_at
+from ...graph.dims import reduced
 from ...graph.torch_ops import Op, tensor
 from ...reasons import Reason
 from .arrangement import Arrangement
+from .bounds import is_at_most, nodes_of, reduction_of
 from .masks import is_fill, is_one_or_zero
 from .no_product import NO_PRODUCT, between, has_product
 from .normal_form import Attention, Below, Sink, Term
@@ -160,12 +161,8 @@ class ScoreReader(Walk):
     def _of_rows(self, node: Any, scores: Any, at: Arrangement) -> str:
         """The reduction, such as the largest score of each row, that a node holds and serves for; or ""."""
 
-        def step(op: Op, appended: bool) -> Any:
-            expands = op.name in ("expand", "expand_as", "broadcast_to") and not appended
-            return op.input if expands else picked(op)
-
-        found = reduction_at(node, _OF_ROWS, step)
-        own = () if found is None or tensor(scores) is None else found.of(scores)
+        found = reduction_of(node, _OF_ROWS)
+        own = () if found is None or tensor(scores) is None else nodes_of(found, scores)
         if found is None or len(at.columns) != 1 or any(len(readers(each)) != 1 for each in own):
             return ""
         name, over_keys = found.op.name, found.dims == at.columns
@@ -268,6 +265,14 @@ class ScoreReader(Walk):
         floor, ceiling = (None if op[name] is None else self.number(op[name]) for name in ("min", "max"))
         if (floor is None) != (op["min"] is None) or (ceiling is None) != (op["max"] is None):
             raise Reason.MASK.rejected("the bounds of a clamp of the scores are tensors")
+        if (
+            ceiling is not None
+            and (floor is None or floor <= ceiling)  # else all scores are the ceiling
+            and is_at_most(op.input, ceiling, op.node, self.interpreter.mutations)
+        ):
+            ceiling = None
+            if floor is None:
+                return self.up(op, op.input, below)
         if ceiling is not None or floor is None or not is_fill(floor * below.factor):
             return self.stage(op, op.input, "clamp", (floor, ceiling), None, below)
         return self._floored(op, op.input, floor, below)

@@ -332,6 +332,13 @@ def look_for_an_entropy(scope: Scope, match: Match) -> Candidate | None:
     """An entropy of logits that no loss reads."""
     op = read(match.output_node())
     found = None if op is None else statistics.alone(op)
+    if found is None and op is not None and statistics.of_an_operand(op):
+        outside = Reason.LOSS.rejected(
+            "a nested graph, such as a checkpoint, computes the entropy of logits that it is given, and no "
+            "linear outside of it is read",
+            "compute the linear in the same region",
+        )
+        return Reported(op.node, outside)
     return None if found is None else LossHead(scope.graph, found)
 
 

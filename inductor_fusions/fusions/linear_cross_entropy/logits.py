@@ -26,6 +26,10 @@ from .parts import Head, classes_of, moves_classes, one_head, rows_of
 
 #: A larger number that is added to logits rounds their digits away, which a softmax sees.
 LARGEST_SHIFT = 1e4
+_BIAS_OF_CAST = (
+    "a bias is added to cast logits, or one of another dtype, and a linear would round the sum",
+    "add a bias of the linear's dtype to its result, and cast behind it",
+)
 _TRANSPOSE = "pass logits.transpose(1, 2), or a matrix of logits and a vector of labels"
 
 
@@ -134,7 +138,9 @@ class _Walk:
         if self.bias is not None:
             vector, place, dtype = self.bias
             # What the linear itself could have added.
-            if bias is not None or place != len(self.pointwise) or out is None or out.dtype != dtype:
+            if out is not None and out.dtype != dtype:
+                raise Reason.LOSS.rejected(*_BIAS_OF_CAST)
+            if bias is not None or place != len(self.pointwise) or out is None:
                 raise Reason.LOSS.rejected(
                     "a second tensor is added to the logits, or one that is not a bias"
                 )
@@ -243,7 +249,9 @@ def _biased(op: Op) -> tuple[fx.Node, fx.Node]:
         before, held = tensor(source), tensor(vector)
         if before is None or held is None or out is None or held.dim() != 1 or before.dim() < 2:
             continue
-        if before.dtype == held.dtype and known_true(held.shape[0] == before.shape[-1]):
+        if known_true(held.shape[0] == before.shape[-1]):
+            if before.dtype != held.dtype:
+                raise Reason.LOSS.rejected(*_BIAS_OF_CAST)
             return source, vector
     out_shape = value(op.node).shape
     if all((term := tensor(x)) is not None and same_shape(term.shape, out_shape) for x in (first, second)):

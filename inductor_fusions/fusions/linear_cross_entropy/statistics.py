@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from ..._inductor import known_true
+from ..._inductor import is_body, known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.dims import SELECTS, is_over_last
@@ -34,6 +34,8 @@ _PASSED = (
     | frozenset("mul div tanh sigmoid add split split_with_sizes chunk unbind getitem".split())
     | frozenset("detach log_softmax softmax exp sub neg clamp".split())
 )  # fmt: skip
+#: Classes of a language model, where the linear that makes them is not seen: policies have fewer.
+_MANY = 1024
 #: What picks the logits of labels.
 PICKS = ("gather", "take_along_dim", "getitem")
 #: The operations that are looked at behind one.
@@ -103,6 +105,13 @@ def alone(op: Op) -> LossSite | None:
             path, replayed = tuple(shared), tuple(node for node in replayed if node in shared)
     whole = replace(logits, path=path, replayed=replayed)
     return LossSite(**vars(whole), loss=op.node, labels=None, weights=None, gathers=True)
+
+
+def of_an_operand(op: Op) -> bool:
+    """Whether an operation gives the entropies of many classes, whose logits a nested graph is given."""
+    found = entropies.of(op) if op.name in ("sum", "sub") and is_body(op.node.graph) else None
+    held = None if found is None or found.logits.op != "placeholder" else tensor(found.logits)
+    return held is not None and known_true(held.shape[-1] >= _MANY)
 
 
 def picked(op: Op) -> LossSite | None:

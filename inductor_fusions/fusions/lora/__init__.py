@@ -1,12 +1,12 @@
 """Linears with low-rank adapters: `x W + s * (x A) B` as two kernels, in both directions.
 
-`adapters`, `reached` and `recognise` read linears with adapters from a post-grad graph, `groups` puts those
-on one input together, and `sites` and `emitter` decide and rewrite; `sums` and `accumulate_sites` do it for
-those that are added to what is in memory. `gradients` has what is left of a backward then, and `gather`
-lets few kernels (`split`) split up float32 inputs of the graph. `profit` says what is measured. `op` has
-the operations: products with narrow matrices, of which `narrow`, `narrow_kernel` and `lowering` make a
-kernel, and whole linears on few rows, of which `decode` makes two; `accumulate` has that of sums. `inputs`
-is what is done before autograd.
+`adapters`, `first_products`, `reached` and `recognise` read linears with adapters from a post-grad graph,
+`groups` puts those on one input together, and `sites` and `emitter` decide and rewrite; `sums` and
+`accumulate_sites` do it for those that are added to what is in memory. `gradients` has what is left of a
+backward then, and `gather` lets few kernels (`split`) split up float32 inputs of the graph. `profit` says
+what is measured. `op` has the operations: products with narrow matrices, of which `narrow`, `narrow_kernel`
+and `lowering` make a kernel, and whole linears on few rows, of which `decode` makes two; `accumulate` has
+that of sums. `inputs` is what is done before autograd.
 """
 
 from __future__ import annotations

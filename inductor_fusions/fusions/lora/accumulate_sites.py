@@ -12,7 +12,7 @@ from torch import fx
 from ..._inductor import was_erased
 from ...block_mm import emit, guards
 from ...decisions.tables import dtype_name
-from ...fusion import Candidate, LeftToStock, Reported
+from ...fusion import Candidate, LeftToStock
 from ...graph.builder import substitute
 from ...graph.facts import facts
 from ...graph.products import CASTS, RESHAPES, Product, restored, same_sizes, widens
@@ -30,11 +30,6 @@ from .sums import sum_at
 aten = torch.ops.aten
 
 
-_PACKED = Reason.LIMIT(
-    "A of the adapter is packed with A of another one, whose kernel has replaced the product of both"
-)
-
-
 def candidates(graph: fx.Graph, found: Sequence[Linear]) -> Iterator[Candidate]:
     """One for each sum; they are read anew, since others may have replaced what they add up."""
     for each in found:
@@ -42,8 +37,6 @@ def candidates(graph: fx.Graph, found: Sequence[Linear]) -> Iterator[Candidate]:
             read = sum_at(each.top)
             if read.adapters:
                 yield AdapterSum(graph, read)
-            elif not each.problem:
-                yield Reported(each.top, LeftToStock(_PACKED), {"adapters": text_of(each.adapters)})
 
 
 class AdapterSum(Candidate):

@@ -26,17 +26,15 @@ from ...graph.products import (
     unpadded,
     users_behind,
     widens,
-    zero_padding,
 )
 from ...operands import holds, tensor, value
-from .masks import masked, narrow_product
+from .first_products import down_projection, in_front_of_squares, product_in
+from .masks import masked
 
 aten = torch.ops.aten
 
 #: The widest matrix in the middle of an adapter.
 MOST_RANK = 128
-#: The most operations between A and B.
-_MOST_BETWEEN = 24
 PERMUTES = (aten.permute.default, aten.t.default)
 
 
@@ -166,18 +164,6 @@ def _of_padded_rank(up: Product) -> Product:
     return replace(up, a=operands[0], b=operands[1])
 
 
-def _of_padded_columns(node: fx.Node) -> Product | None:
-    """The product that a node has the first columns of; the others come from zeros."""
-    if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.kwargs or node.args[1:3] != (1, 0):
-        return None
-    padded = product(node.args[0])
-    found = zero_padding(padded.b) if padded is not None and padded.bias is None else None
-    if padded is None or found is None or found[2] != 0:
-        return None
-    own = same_sizes(value(found[0]).shape[1:], value(node).shape[1:])
-    return Product(node, padded.a, found[0], None, padded.scale) if own else None
-
-
 @remembered(spreads=lambda node: True)
 def adapter_of(node: fx.Node) -> Adapter | None:
     """The adapter whose second product is `node`, if a first product of low rank is in front of it.
@@ -212,18 +198,6 @@ def adapter_of(node: fx.Node) -> Adapter | None:
     return Adapter(up, down, scale, factor) if narrow else _around_function(up)
 
 
-def down_projection(node: fx.Node) -> Product | None:
-    """The product without a bias that a node is, with its padding or masks."""
-    down = _first_product(node)
-    return down if down is not None and down.bias is None else None
-
-
-def _first_product(node: fx.Node) -> Product | None:
-    """The product that a node is, with its padding or masks, and its bias if that is a vector."""
-    down = product(node) or _of_padded_columns(node) or narrow_product(node)
-    return down if down is not None and (down.bias is None or value(down.bias).dim() == 1) else None
-
-
 def _around_function(up: Product) -> Adapter | None:
     """An adapter with a bias or a function between A and B, whose computation stays as it is."""
     if not is_floating(up.a):
@@ -232,26 +206,13 @@ def _around_function(up: Product) -> Adapter | None:
     packed = _of_packed(up)
     if packed is not None:
         return packed
-    down: Product | None = None
-    seen, waiting = set[fx.Node](), [_in_front_of_squares(up.a, rank)]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        found = _first_product(node) if str(value(node).numel()) == size else None
-        if found is not None and down is None:
-            down = found
-        elif found is not None or len(seen) > _MOST_BETWEEN:
-            return None
-        elif node.target in RESHAPES or is_pointwise(node):
-            waiting += [each for each in node.all_input_nodes if is_floating(each)]
+    down = product_in(in_front_of_squares(up.a, rank), size)
     if down is None:
         return None
-    inner = value(down.a).shape[1]
+    inner, width = value(down.a).shape[1], value(down.node).shape[1]
     # A small MLP has something between both as well: it is no adapter unless its rank is low.
-    narrow = same_sizes(value(down.node).shape, value(up.a).shape)
-    narrow = narrow and (not isinstance(inner, int) or inner >= 2 * rank)
+    narrow = same_sizes(value(down.node).shape[:1], value(up.a).shape[:1]) and is_low_rank(width)
+    narrow = narrow and (not isinstance(inner, int) or inner >= 2 * max(rank, width))
     return Adapter(up, down, up.scale, None, up.a) if narrow else None
 
 
@@ -264,15 +225,6 @@ def _of_packed(up: Product) -> Adapter | None:
     if not is_low_rank(width) or (isinstance(inner, int) and inner < 2 * width):
         return None
     return Adapter(up, part.base, up.scale, None, up.a)
-
-
-def _in_front_of_squares(node: fx.Node, rank: int) -> fx.Node:
-    """The node in front of a chain of products with square matrices, as between A and B of LoRA-XS."""
-    inside = through(node, RESHAPES | CASTS)
-    square = down_projection(inside)
-    if square is None or square.inner != rank:
-        return node
-    return _in_front_of_squares(square.a, rank)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ..._inductor import Match, known_true
 from ...effects.liveness import readers, replace
 from ...fusion import Candidate, Rejected, Reported
 from ...graph.builder import Builder
-from ...graph.torch_ops import CASTS, TRANSPOSES, VIEWS, Op, linear_of, read, scaled_by
+from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, linear_of, read, scaled_by
 from ...operands import check_device, check_kind, tensor, text, value
 from ...reasons import Reason
 from .adapters import is_low_rank
@@ -176,6 +176,8 @@ def _made(weight: fx.Node, is_linear: bool) -> str:
         makes = op.name in _MAKES or op.name.startswith("fft_")
         if is_linear and (makes or (op.name in _ROTATES and _has_as_many(op, weight))):
             how = how or f"by {op.name}"
+        elif is_linear and op.name in _ROTATES and _has_blocks(node):
+            how = how or "by block_diag"
         if op.name in _FROM:
             waiting += node.all_input_nodes
         writes = (user.args for user in node.users if user.target is operator.setitem)
@@ -183,12 +185,28 @@ def _made(weight: fx.Node, is_linear: bool) -> str:
     return how
 
 
+def _has_blocks(product: fx.Node) -> bool:
+    """Whether one of the factors of a product is a block diagonal matrix, as in BOFT with permutations."""
+    seen, waiting = set[fx.Node](), [product]
+    while waiting and len(seen) < _MOST_STEPS:
+        node = waiting.pop()
+        op = read(node)
+        if op is None or node in seen:
+            continue
+        if op.name == "block_diag":
+            return True
+        seen.add(node)
+        if op.name in _ROTATES or op.name in VIEWS | TRANSPOSES | CASTS | {"getitem"}:
+            waiting += node.all_input_nodes
+    return False
+
+
 def _has_as_many(op: Op, weight: fx.Node) -> bool:
     """Whether an operand of a product is an input of the graph with as many elements, or a view of one."""
     whole = tensor(weight)
     for node in op.node.all_input_nodes:
         by = read(node)
-        while by is not None and by.name in VIEWS | TRANSPOSES | CASTS:
+        while by is not None and by.name in VIEWS | TRANSPOSES | CASTS | COPIES | {"detach"}:
             node = by.input
             by = read(node)
         held = tensor(node) if by is None else None

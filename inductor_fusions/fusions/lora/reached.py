@@ -100,14 +100,14 @@ def alone(up: fx.Node) -> Said:
 
 def _read_elsewhere(node: fx.Node) -> Said:
     """The other readers of the result of an adapter, if one of them adds it to a product."""
-    if not any(_is_added_to_product(user) for user in node.users):
+    if not any(is_added_to_product(user) for user in node.users):
         return Reason.NO_BASE(guards.read_elsewhere("the result of two products without a base", node.users))
     scaled_by = any(_other_factor(user, node) is not None for user in node.users)
     reason = "the gradient of a factor" if scaled_by else "the backward"
     return guards.read_elsewhere("the result of the adapter", node.users, reason)
 
 
-def _is_added_to_product(node: fx.Node) -> bool:
+def is_added_to_product(node: fx.Node) -> bool:
     """Whether a sum behind a node has a product among its other terms."""
     for before, top in enumerate(additions_behind([node])):
         terms = [x for x, _ in summands(top) if isinstance(x, fx.Node)]

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ...graph.builder import Builder
+from ...graph.dims import selection
 from ...graph.torch_ops import CASTS, linear_of, read
 from ...operands import same_shape, tensor
 from .adapters import is_low_rank
@@ -17,7 +18,7 @@ from .op import LORA_DOWN
 #: How far A may be from B, and B from the sum.
 MOST_STEPS = 12
 #: What may be between A and B.
-_POINTWISE = CASTS | frozenset("dropout mul div relu gelu silu tanh sigmoid contiguous".split())
+_POINTWISE = CASTS | frozenset("dropout mul div add exp relu gelu silu tanh sigmoid contiguous".split())
 
 
 def is_up(node: fx.Node) -> bool:
@@ -33,21 +34,24 @@ def is_up(node: fx.Node) -> bool:
 
 
 def _has_down(node: Any, rank: int) -> bool:
-    """Whether a narrow matrix is a function of a product with a wide one."""
-    for _ in range(MOST_STEPS):
+    """Whether a narrow matrix is a function of a product with a wide one, or of some columns of one."""
+    waiting, seen = [node], set[Any]()
+    while waiting and len(seen) < MOST_STEPS:
+        node = waiting.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
         source = linear_of(node)
         read_before = isinstance(node, fx.Node) and node.target is LORA_DOWN
         x = tensor(source[0] if source is not None else node.args[0] if read_before else None)
         if x is not None:
             return is_low_rank(rank, x.shape[-1])
-        op = read(node)
-        if op is None or op.name not in _POINTWISE:
-            return False
-        sides, out = (op.input, op["other"]), tensor(node)
-        if out is None:
-            return False
-        whole = [x for x in sides if (found := tensor(x)) is not None and same_shape(found.shape, out.shape)]
-        node = whole[0] if len(whole) == 1 else None
+        op, taken, out = read(node), selection(node), tensor(node)
+        if taken is not None and taken.dims == [len(taken.index) - 1]:
+            waiting.append(taken.source)
+        elif op is not None and out is not None and op.name in _POINTWISE:
+            sides = [(side, tensor(side)) for side in (op.input, op["other"])]
+            waiting += [x for x, found in sides if found is not None and same_shape(found.shape, out.shape)]
     return False
 
 

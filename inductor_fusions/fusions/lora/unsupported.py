@@ -27,13 +27,15 @@ from ...graph.products import (
 from ...operands import tensor, value
 from ...reasons import Reason
 from .adapters import MOST_RANK, is_low_rank, step
+from .first_products import product_in
+from .reached import is_added_to_product
 
 aten = torch.ops.aten
 
 #: Anchors.
 BASES = (
     aten.embedding.default, aten.convolution.default, aten.bmm.default, aten.baddbmm.default,
-    aten.repeat.default, aten.expand.default, aten._fft_c2r.default,
+    aten.repeat.default, aten.expand.default, aten._fft_c2r.default, aten._fft_c2c.default,
 )  # fmt: skip
 #: Batches of products: of the second one, what is added to them comes first.
 _BATCHES = (aten.bmm.default, aten.baddbmm.default)
@@ -98,6 +100,8 @@ def candidates(bases: Sequence[fx.Node]) -> Iterator[Candidate]:
 def _of_up(up: fx.Node) -> str:
     """Why a second product of an adapter is not fused; "" if it is none."""
     if up.target in _BATCHES:
+        if _is_of_wider_rows(up):
+            return PART
         first, (count, rank, columns) = _narrow(up)
         inner: Any = 0
         if (packed := product(first)) is not None:  # the experts share x: each A has some columns of one
@@ -110,6 +114,11 @@ def _of_up(up: fx.Node) -> str:
         return MERGED if _is_merged(_batch_operands(up)[1]) else ROTATED if _rotates(up) else ""
     if up.target is aten._fft_c2r.default:
         return CIRCULANT if _is_added(up, (*_TURNED, *RESHAPES, *CASTS)) else ""
+    if up.target is aten._fft_c2c.default:
+        if getattr(turned(up.args[0]), "target", None) not in (aten.bmm.default, aten.mul.Tensor):
+            return ""  # no spectra are multiplied
+        parts = users_behind(up, frozenset({aten.view_as_real.default}))
+        return CIRCULANT if any(x.target is aten.select.int and is_added_to_product(x) for x in parts) else ""
     if up.target in (aten.repeat.default, aten.expand.default):
         found = product(turned(up.args[0]))
         width = 0 if found is None else value(found.node).shape[1]
@@ -125,6 +134,19 @@ def _of_up(up: fx.Node) -> str:
     if found is None or found.inner < 2 * value(found.node).shape[1]:
         return ""
     return UP if is_low_rank(value(found.node).shape[1]) else ""
+
+
+def _is_of_wider_rows(up: fx.Node) -> bool:
+    """Whether the one B of a batch of products reads a function of columns of a product of low rank."""
+    left, right = _batch_operands(up)
+    if repeated_matrix(right) is None or not is_added_to_product(up):
+        return False
+    read = through(left, frozenset({aten.expand.default}))
+    if value(read).is_contiguous():
+        return False
+    down = product_in(read, str(value(read).numel()))
+    rank = None if down is None else value(down.node).shape[1]
+    return down is not None and is_low_rank(rank, down.inner, value(up).shape[2])
 
 
 def _narrow(up: fx.Node) -> tuple[Any, tuple[Any, Any, Any]]:

@@ -1,0 +1,94 @@
+"""The first product of an adapter after autograd: padded, with a mask, or in front of a function."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ...graph.concatenation import joined
+from ...graph.dims import selection
+from ...graph.products import (
+    CASTS,
+    RESHAPES,
+    Product,
+    is_floating,
+    is_pointwise,
+    product,
+    same_sizes,
+    through,
+    zero_padding,
+)
+from ...operands import value
+from .masks import narrow_product
+
+aten = torch.ops.aten
+
+#: The most operations between A and B.
+_MOST_BETWEEN = 24
+
+
+def down_projection(node: fx.Node) -> Product | None:
+    """The product without a bias that a node is, with its padding or masks."""
+    down = _first_product(node)
+    return down if down is not None and down.bias is None else None
+
+
+def _first_product(node: fx.Node) -> Product | None:
+    """The product that a node is, with its padding or masks, and its bias if that is a vector."""
+    down = product(node) or _of_padded_columns(node) or narrow_product(node)
+    return down if down is not None and (down.bias is None or value(down.bias).dim() == 1) else None
+
+
+def in_front_of_squares(node: fx.Node, rank: int) -> fx.Node:
+    """The node in front of a chain of products with square matrices, as between A and B of LoRA-XS."""
+    inside = through(node, RESHAPES | CASTS)
+    square = down_projection(inside)
+    if square is None or square.inner != rank:
+        return node
+    return in_front_of_squares(square.a, rank)
+
+
+def product_in(matrix: fx.Node, size: str) -> Product | None:
+    """The only product that a matrix is a function of, element by element, or of some columns of it.
+
+    Args:
+        size: how many elements the matrix has.
+    """
+    down: Product | None = None
+    seen, waiting = set[fx.Node](), [(matrix, size)]
+    while waiting:
+        node, size = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        found = _first_product(node) if str(value(node).numel()) == size else None
+        if found is not None and down is None:
+            down = found
+        elif found is not None or len(seen) > _MOST_BETWEEN:
+            return None
+        elif node.target in RESHAPES or is_pointwise(node):
+            waiting += [(each, size) for each in node.all_input_nodes if is_floating(each)]
+        elif str(value(node).numel()) == size:  # a number of each row is a factor
+            waiting += [(each, str(value(each).numel())) for each in _beside(node)]
+    return down
+
+
+def _beside(node: fx.Node) -> list[fx.Node]:
+    """What a node has some columns of, or what it puts beside each other: a part of packed ranks (PVeRA)."""
+    taken = selection(node)
+    if taken is not None and is_floating(taken.source) and taken.dims == [value(taken.source).dim() - 1]:
+        return [taken.source] if taken.places[-1] is not None else []
+    parts, dim = joined(node)
+    return parts if parts and is_floating(node) and dim == value(node).dim() - 1 else []
+
+
+def _of_padded_columns(node: fx.Node) -> Product | None:
+    """The product that a node has the first columns of; the others come from zeros."""
+    if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.kwargs or node.args[1:3] != (1, 0):
+        return None
+    padded = product(node.args[0])
+    found = zero_padding(padded.b) if padded is not None and padded.bias is None else None
+    if padded is None or found is None or found[2] != 0:
+        return None
+    own = same_sizes(value(found[0]).shape[1:], value(node).shape[1:])
+    return Product(node, padded.a, found[0], None, padded.scale) if own else None

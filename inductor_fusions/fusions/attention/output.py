@@ -15,6 +15,7 @@ from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
+from ...graph.dims import reduced
 from ...graph.torch_ops import PRODUCTS, Op, read, reads_metadata, tensor, value
 from ...operands import same_shape
 from ...reasons import Reason
@@ -238,15 +239,27 @@ def _is_difference(node: fx.Node, steps: int = 4) -> bool:
     return len(read_by) == 1 and _is_difference(read_by[0], steps - 1)
 
 
-def _is_of_softmax(node: Any, steps: int = 6) -> bool:
-    """Whether a node holds weights of a softmax, by elements, or parts of them."""
+def _is_of_softmax(node: Any) -> bool:
+    """Whether a node holds weights of a softmax, of all keys."""
+    softmax, own = _softmax_of(node), tensor(node)
+    made, dims = (None, None) if softmax is None else (tensor(softmax.node), reduced(softmax)[0])
+    if made is None or own is None or not dims:
+        return False
+    keys = dims[0] - made.dim()
+    return own.dim() >= -keys and known_true(own.shape[keys] == made.shape[keys])
+
+
+def _softmax_of(node: Any, steps: int = 6) -> Op | None:
+    """The softmax of which a node holds elements, perhaps times others."""
     op = read(node)
     if op is None or steps == 0 or op.name in _RESULTS:
-        return False
+        return None
     if isinstance(op.input, fx.Node) and reads_metadata(op.node, op.input):
-        return False
+        return None
+    if op.name in SOFTMAXES:
+        return op
     sides = (op.input, op["other"]) if op.name == "mul" else (op.input,)
-    return op.name in SOFTMAXES or any(_is_of_softmax(side, steps - 1) for side in sides)
+    return next((found for side in sides if (found := _softmax_of(side, steps - 1)) is not None), None)
 
 
 def _varies(k: Operand, place: int, rank: int) -> bool:

@@ -49,8 +49,7 @@ _LOGARITHMS = frozenset("log log2 log1p log_softmax log_sigmoid".split())
 #: Operations that may be between scores and one of two softmaxes that read them.
 _OF_SCORES = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
     "getattr", "mul", "div", "add", "sub", "masked_fill", "where", "clamp", "clamp_min", "clamp_max", "amax",
-    "max",
-    "getitem",
+    "max", "getitem",
 }  # fmt: skip
 #: How many of them are followed. Layers that add their scores to those of the next one have a few each.
 _MOST_BEHIND = 256

@@ -147,6 +147,7 @@ def gradients_without_device() -> Iterator[None]:
 
 
 def _on_cpu(value: Any) -> Any:
+    from torch._guards import TracingContext
     from torch._subclasses.fake_tensor import FakeTensor
 
     if not isinstance(value, torch.Tensor):
@@ -159,4 +160,7 @@ def _on_cpu(value: Any) -> Any:
                 made = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cpu")
         else:
             return value
+    context = TracingContext.try_get()
+    if context is not None and value in context.tensor_to_context:  # which of its sizes are symbolic
+        context.tensor_to_context[made] = context.tensor_to_context[value]
     return made.requires_grad_(value.requires_grad)

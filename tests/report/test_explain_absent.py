@@ -1,0 +1,65 @@
+"""explain(gpu=...): code that torch needs a device for, or the sizes and classes of the arguments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from inductor_fusions import config, explain, explaining
+
+
+def tensors(*shape: int, count: int = 1) -> list[torch.Tensor]:
+    return [torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(count)]
+
+
+def attention(q, k, v):
+    return torch.softmax(q @ k.mT * 0.25, dim=-1) @ v
+
+
+FACTORIES = {
+    "zeros": lambda x: torch.zeros(x.shape[0], 1, device=x.device, dtype=x.dtype),
+    "arange": lambda x: torch.arange(x.shape[0], device=x.device)[:, None].to(x.dtype),
+    "none": lambda x: 0,
+}
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("factory", FACTORIES.values(), ids=FACTORIES)
+def test_a_size_that_is_marked_dynamic(factory, train, monkeypatch):
+    """It stays symbolic where autograd is traced on the CPU."""
+    monkeypatch.setattr(explaining, "_differentiates_cuda", lambda: False)
+    (x,), w = tensors(40, 64), tensors(64, 64, count=2)
+    torch._dynamo.mark_dynamic(x, 0)
+    found = explain(lambda x, w, u: (x @ w + factory(x), x @ u), x, *w, train=train, gpu="nvidia_h200")
+    assert "qkv" in {site.fusion for site in found}
+    assert all(any("16[s" in line.shape for line in pair.before) for pair in found.graphs)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell.bfloat16()
+
+    def forward(self, x):
+        y = self.cell(x, x) if isinstance(self.cell, nn.GRUCell) else self.cell(x)[0]
+        return attention(y, y, y)
+
+
+CELLS = {
+    "GRU": lambda: nn.GRU(64, 64),
+    "both directions": lambda: nn.GRU(64, 32, num_layers=2, bidirectional=True),
+    "a cell": lambda: nn.GRUCell(64, 64, bias=False),
+    "LSTM": lambda: nn.LSTM(64, 64),
+}
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
+def test_a_recurrent_layer(cell, train):
+    """torch has a kernel for the cell of a GRU on a device, and none for tensors without values."""
+    model = Recurrent(cell())
+    (x,) = tensors(8, 64) if isinstance(model.cell, nn.GRUCell) else tensors(2, 8, 64)
+    with config.patch(policy="always"):
+        found = explain(model, x, train=train, gpu="nvidia_h200")
+    assert [site.verdict for site in found if site.fusion == "attention"] == ["fused"]

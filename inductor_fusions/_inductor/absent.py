@@ -110,7 +110,7 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
     global _absent
     from torch._dynamo import device_interface
     from torch._inductor.fx_passes import joint_graph, post_grad
-    from torch._subclasses import fake_tensor
+    from torch._subclasses import fake_impls, fake_tensor
     from torch.fx.experimental import proxy_tensor
 
     properties, is_available = device.properties(), torch.cuda.is_available
@@ -161,6 +161,9 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, "lazy_init", initialize))
         if importlib.util.find_spec("triton") is not None:
             stack.enter_context(_stub_driver(device))
+        # torch has no meta kernel of it, and would run it on the device to see its results.
+        gru = {torch.ops.aten._thnn_fused_gru_cell.default: _gru_cell}
+        stack.enter_context(mock.patch.dict(fake_impls.op_implementations_dict, gru))
         # No constant is computed on the device, such as `torch.tensor(number, device="cuda")`.
         stack.enter_context(mock.patch.object(fake_tensor.FakeTensorMode, "avoid_device_init", True))
         stack.enter_context(mock.patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", -1))
@@ -175,6 +178,12 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
             yield
         finally:
             _absent -= 1
+
+
+def _gru_cell(mode: Any, func: Any, input_gates: Any, hidden_gates: Any, hx: Any, *biases: Any) -> Any:
+    """The hidden state and the workspace of a GRU's cell, as fakes. Source: RNN.cu of ATen."""
+    with mode:
+        return hx.new_empty(hx.shape), hx.new_empty([hx.shape[0], 5 * hx.shape[1]])
 
 
 def _attention(capability: tuple[int, int]) -> dict[str, Callable[..., bool]]:

@@ -127,6 +127,7 @@ from .shapes import (
     records_gradients,
     share_fake_mode,
     subclass_given,
+    subclass_of,
     suppress_guards,
     symbol_parts,
     value_of,

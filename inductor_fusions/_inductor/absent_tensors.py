@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .loading import inductor_config
-from .shapes import is_wrapper
+from .shapes import STANDS_FOR, is_wrapper, subclass_of
 
 
 @contextlib.contextmanager
@@ -31,6 +31,7 @@ def on_absent_device(
     Raises:
         ValueError: inside, a value of a tensor is read.
     """
+    from torch._subclasses.fake_tensor import DataDependentOutputException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     mode = _between_graphs()
@@ -50,7 +51,9 @@ def on_absent_device(
             memo[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
             # Sizes that are marked dynamic, the scales of a quantised weight.
             beside = {name: value for name, value in vars(tensor).items() if name not in vars(fake)}
-            vars(fake).update(moved_with(beside) if not is_wrapper(tensor) else {})
+            if not is_wrapper(tensor):
+                vars(fake).update(moved_with(beside))
+                vars(fake)[STANDS_FOR] = subclass_of(tensor)
         found: torch.Tensor = memo[id(tensor)]
         return found
 
@@ -69,7 +72,7 @@ def on_absent_device(
     with inductor_config().patch(shape_padding=False), mode:  # padding is timed on the device
         try:
             yield fn, args, kwargs
-        except GuardOnDataDependentSymNode as error:
+        except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
             raise ValueError(
                 f"tensors of an absent GPU have no values, but {_reader(error)} reads one"
             ) from error

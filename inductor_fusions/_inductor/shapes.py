@@ -206,13 +206,34 @@ def subclass_given(node: Any) -> type | None:
     Dynamo traces through `__torch_function__`, and the value of the node is that of a plain tensor. What runs
     gets the tensor as it is, and torch (2.13) runs no operation on it in the first call. A Parameter is none.
     """
+    given = node.meta.get("grapharg") if isinstance(node, fx.Node) else None
+    return subclass_of(getattr(given, "example", None))
+
+
+#: Attribute of a fake tensor: the subclass of Tensor of what it stands for.
+STANDS_FOR = "_inductor_fusions_stands_for"
+
+
+def subclass_of(tensor: Any) -> type | None:
+    """The subclass of Tensor that a value is of, or stands for. A Parameter is of none."""
     from torch.fx.experimental.proxy_tensor import HANDLED_TYPES
 
-    given = node.meta.get("grapharg") if isinstance(node, fx.Node) else None
-    tensor = getattr(given, "example", None)
     if isinstance(tensor, torch.nn.Parameter):
         tensor = tensor.data
-    return None if not isinstance(tensor, torch.Tensor) or type(tensor) in HANDLED_TYPES else type(tensor)
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    kind = getattr(tensor, STANDS_FOR, None) or type(tensor)
+    return None if kind in HANDLED_TYPES else kind
+
+
+def without_subclass(value: Any) -> Any:
+    """A tensor of a subclass as a plain one, whatever mode holds outside; other values as they are."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    if not isinstance(value, torch.Tensor) or subclass_of(value) is not type(value):
+        return value
+    with _disable_current_modes():
+        return value.as_subclass(torch.Tensor)
 
 
 @contextlib.contextmanager

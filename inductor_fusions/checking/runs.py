@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .._inductor import GROUPED_MM, gradients_in_modes, is_wrapper, parts_of
+from .._inductor import GROUPED_MM, gradients_in_modes, is_wrapper, parts_of, subclass_of
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 Outcome = tuple[Any, dict[str, torch.Tensor | None], tuple[torch.Tensor, ...]]
@@ -79,6 +79,7 @@ def run(
     train: bool,
     cotangents: Sequence[torch.Tensor] | None = None,
     in_modes: bool = False,
+    classes: bool = False,
 ) -> Outcome:
     """Run once, on copies of the arguments.
 
@@ -89,6 +90,7 @@ def run(
         cotangents: one for each floating output that requires a gradient, instead of random ones (the same
             at each call).
         in_modes: torch function modes hold in what the backward runs again, too.
+        classes: as of `copied`.
 
     Returns:
         Outputs, gradients by name (see `leaves`), and the cotangents.
@@ -99,7 +101,7 @@ def run(
     if not callable(fn):
         raise TypeError(f"fn must be a function or a module, not {type(fn).__name__}")
     # A function may take gradients by itself, in inference too.
-    args, kwargs = copied((tuple(args), dict(kwargs)))
+    args, kwargs = copied((tuple(args), dict(kwargs)), classes)
     if not train:
         with torch.no_grad():
             return call(*args, **kwargs), {}, ()
@@ -170,14 +172,22 @@ def _step(key: Any) -> str:
     return str(named[0] if named else key)
 
 
-def copied(tree: Any) -> Any:
-    """A tree with copies of its tensors, as leaves; a tensor that is given twice is copied once."""
+def copied(tree: Any, classes: bool = False) -> Any:
+    """A tree with copies of its tensors, as leaves; a tensor that is given twice is copied once.
+
+    Args:
+        classes: a copy is of the same subclass of Tensor. Else it is a plain one, on which torch runs all.
+    """
     memo: dict[int, torch.Tensor] = {}
 
     def one(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in memo:
             with torch.no_grad():
                 data = tensor.detach().clone() if is_wrapper(tensor) else _with_its_layout(tensor)
+            kind = subclass_of(tensor) if classes and not is_wrapper(tensor) else None
+            if kind is not None:  # its functions may read its attributes
+                data = data.as_subclass(kind) if kind is type(tensor) else data
+                vars(data).update({**vars(tensor), **vars(data)})
             for name in [name for name in vars(tensor) if name.startswith("_dynamo_")]:  # marked dynamic
                 setattr(data, name, getattr(tensor, name))
             memo[id(tensor)] = data.requires_grad_(tensor.requires_grad)

@@ -167,9 +167,9 @@ def _explained(
     ):
         compiled = compile(fn, _inductor.passes_only(traces_on_cpu), dynamic)
         if differentiates or not train:
-            run(compiled, fn, args, kwargs, train)
+            run(compiled, fn, args, kwargs, train, classes=True)
         else:
-            args, kwargs = copied((args, kwargs))
+            args, kwargs = copied((args, kwargs), classes=True)
             with torch.enable_grad():
                 compiled(*args, **kwargs)
     return Explanation(

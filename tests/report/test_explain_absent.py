@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 
 from inductor_fusions import config, explain, explaining
 
@@ -63,3 +64,36 @@ def test_a_recurrent_layer(cell, train):
     with config.patch(policy="always"):
         found = explain(model, x, train=train, gpu="nvidia_h200")
     assert [site.verdict for site in found if site.fusion == "attention"] == ["fused"]
+
+
+class Tagged(torch.Tensor):
+    """A tensor with an attribute."""
+
+
+@pytest.mark.parametrize("gpu", [None, "nvidia_h200"])
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_an_argument_of_a_subclass(train, gpu):
+    """The compile sees its class, and the function its attributes."""
+
+    def scaled(q, k, v):
+        return torch.softmax(q @ k.transpose(-1, -2) * k.scale, dim=-1) @ v
+
+    q, k, v = tensors(2, 3, 128, 64, count=3)
+    tagged = k.detach().as_subclass(Tagged).requires_grad_()
+    tagged.scale = k.scale = 0.125
+    with config.patch(policy="always"):
+        (site,) = [s for s in explain(scaled, q, tagged, v, train=train, gpu=gpu) if s.fusion == "attention"]
+        assert (site.verdict, site.code) == ("left to stock", "subclass") and "Tagged" in site.reason
+        assert explain(attention, q, k, v, train=train, gpu=gpu).sites[0].verdict == "fused"
+
+
+def test_a_bias_of_a_class_of_its_own():
+    """Its values are what its attributes say."""
+    bias = causal_lower_right(8, 16)
+    q, (k, v) = tensors(2, 3, 8, 16)[0], tensors(2, 3, 16, 16, count=2)
+    explain(nn.functional.scaled_dot_product_attention, q, k, v, bias)
+
+
+def test_a_function_that_compares_values():
+    with pytest.raises(ValueError, match=r"have no values, but .*test_explain_absent\.py:\d+ reads one"):
+        explain(lambda x: torch.cov(x) + 1, *tensors(8, 16), gpu="nvidia_h200")

@@ -37,7 +37,10 @@ def additions_behind(ups: Iterable[fx.Node]) -> list[fx.Node]:
                 found.add(node)
             if len(node.users) != 1:
                 break
-            (node,) = node.users
+            before, (node,) = node, node.users
+            # What a product multiplies is no term of a sum behind it.
+            if node.target in PRODUCTS and before in node.args[-2:]:
+                break
             if not (is_pointwise(node) or node.target in _PASSED):
                 break
     return sorted(found)

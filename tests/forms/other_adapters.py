@@ -94,6 +94,22 @@ def batch_added_by_its_product(x: Any, w: Any, a: Any, b: Any) -> Any:
     return torch.baddbmm(F.linear(x, w), x @ a, b, alpha=2.0)
 
 
+@form((40, 64), "frozen 64x64", (3, 8, 64), (3, 64, 8), left=(2, 2), reasons=("limit", "limit"))
+def batch_on_one_input(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """Where a gradient is needed, torch multiplies the rows of all A with the transposed input."""
+    return F.linear(x, w) + x @ a.mT @ b.mT
+
+
+@form(X, "frozen 64x64", (3, 8, 64), (3, 64, 8), left=(2, 2), reasons=("limit", "limit"))
+def batch_by_vmap(x: Any, w: Any, a: Any, b: Any) -> Any:
+    return torch.vmap(lambda a, b: F.linear(x, w) + x @ a.T @ b.T)(a, b)
+
+
+@form((40, 64), (40, 64), "frozen 64x64", (3, 8, 64), (3, 64, 8), left=(2, 2), silent="lora")
+def batch_beside_a_linear_on_another_input(x: Any, y: Any, w: Any, a: Any, b: Any) -> Any:
+    return F.linear(y, w) + x @ a.mT @ b.mT
+
+
 @form((3, 24, 64), (3, 64, 8), (3, 8, 64))
 def batch_added_to_its_input(x: Any, a: Any, b: Any) -> Any:
     """A residual is no base."""
@@ -122,6 +138,20 @@ def attention_to_few_tokens(x: Any, context: Any, w: Any, v: Any) -> Any:
     seen = torch.ones(16, 4).tril(1)
     mask = seen.masked_fill(seen == 0, float("-inf")).masked_fill(seen == 1, 0.0).to(x.dtype)
     return (q @ k.mT * 8**-0.5 + mask).softmax(-1) @ v
+
+
+@form((2, 24, 64), "frozen 128x64", "frozen 128x64", "frozen 64x128", left=(2, 2), silent="lora")
+def layers_of_low_width(x: Any, gate: Any, up: Any, down: Any) -> Any:
+    """From layer to layer, `down` and `up` are two products of low rank, and nothing adds to the second."""
+    for _ in range(2):
+        h = F.rms_norm(x, (64,))
+        x = x + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, up), down)
+    return x
+
+
+@form((24, 64), "frozen 64x64", (64, 8), (8, 64), (24, 64), left=(3, 3), reasons=("by a tensor", ""))
+def weighted_adapter_that_a_product_is_added_to(x: Any, w: Any, a: Any, b: Any, t: Any) -> Any:
+    return torch.addmm(x @ a @ b * t, x, w)
 
 
 @form(X, "frozen 64x64", (8, 64), (64, 8), reasons=("by a tensor", "used-elsewhere"))

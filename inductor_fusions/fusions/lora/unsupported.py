@@ -22,11 +22,12 @@ from ...graph.products import (
     product,
     repeated_matrix,
     through,
+    transpose_of,
     users_behind,
 )
 from ...operands import tensor, value
 from ...reasons import Reason
-from .adapters import MOST_RANK, is_low_rank, step
+from .adapters import MOST_RANK, is_low_rank, source, step
 from .first_products import product_in
 from .reached import is_added_to_product
 
@@ -104,13 +105,17 @@ def _of_up(up: fx.Node) -> str:
             return PART
         first, (count, rank, columns) = _narrow(up)
         inner: Any = 0
+        x: Any = None
         if (packed := product(first)) is not None:  # the experts share x: each A has some columns of one
-            inner = packed.inner if known_true(value(packed.node).shape[1] == count * rank) else 0
+            rows, width = value(packed.node).shape
+            inner = packed.inner if known_true(width == count * rank) else 0
+            if not inner and known_true(rows == count * rank):  # or some rows, where x is transposed
+                inner, x = packed.inner, packed.b
         elif isinstance(first, fx.Node) and first.target in _BATCHES:
             inner = value(_batch_operands(first)[0]).shape[2]
         if is_low_rank(rank, inner, columns):
             said = BATCH if repeated_matrix(_batch_operands(up)[1]) is None else PART
-            return said if _is_added(up, (*_TURNED, *RESHAPES, *_SUMS), first) else ""
+            return said if _is_added(up, (*_TURNED, *RESHAPES, *_SUMS), first, x=x) else ""
         return MERGED if _is_merged(_batch_operands(up)[1]) else ROTATED if _rotates(up) else ""
     if up.target is aten._fft_c2r.default:
         return CIRCULANT if _is_added(up, (*_TURNED, *RESHAPES, *CASTS)) else ""
@@ -166,13 +171,16 @@ def _narrow(up: fx.Node) -> tuple[Any, tuple[Any, Any, Any]]:
     )
 
 
-def _is_added(node: fx.Node, passed: Sequence[Any], first: Any = None, columns: Any = None) -> bool:
+def _is_added(
+    node: fx.Node, passed: Sequence[Any], first: Any = None, columns: Any = None, x: Any = None
+) -> bool:
     """Whether a result is added to a product, behind operations of `passed`.
 
     Args:
         first: the first product of a batch of adapters; a batch of products is a base if it reads what this
             reads, and else another gradient, as of an attention without a softmax.
         columns: how many it had before it was repeated: a sum with as many is the gradient of a mean.
+        x: what a product must read to be a base, or its transpose; None if any product is one.
     """
     waiting = [node]
     for each in waiting:
@@ -181,14 +189,14 @@ def _is_added(node: fx.Node, passed: Sequence[Any], first: Any = None, columns: 
     own = [] if first is None else _batch_operands(first)
 
     added = turned(core_of(node.args[0]))
-    if node.target is aten.baddbmm.default and _is_base(added, own, value(node).numel()):
+    if node.target is aten.baddbmm.default and _is_base(added, own, value(node).numel(), x):
         return True
 
     def has_base(addition: fx.Node) -> bool:
         if columns is not None and known_true(value(addition).shape[-1] == columns):
             return False
         return first is None or any(
-            _is_base(term, own, value(addition).numel()) for term in terms_of(addition)
+            _is_base(term, own, value(addition).numel(), x) for term in terms_of(addition)
         )
 
     return any(_adds_product(each) and has_base(each) for each in additions_behind([node, *ends]))
@@ -238,16 +246,23 @@ def terms_of(node: fx.Node) -> list[Any]:
     return [turned(core_of(term)) for term, _ in summands(node)]
 
 
-def _is_base(term: Any, own: Sequence[fx.Node], size: Any) -> bool:
-    """Whether a term, or one of a sum that it is, may be the base of adapters whose input is in `own`."""
+def _is_base(term: Any, own: Sequence[fx.Node], size: Any, x: Any) -> bool:
+    """Whether a term, or one of a sum that it is, may be the base of adapters whose input is `own`, or x."""
     if not isinstance(term, fx.Node):
         return False
     if summands(term):
-        return any(_is_base(each, own, size) for each in terms_of(term))
+        return any(_is_base(each, own, size, x) for each in terms_of(term))
     if term.target not in _BATCHES:
-        return term.target in BASES or product(term) is not None
+        found = product(term)
+        reads = found is not None and (x is None or _origin(x) in (_origin(found.a), _origin(found.b)))
+        return term.target in BASES or reads
     sides = zip(own, _batch_operands(term), strict=False)
     return known_true(value(term).numel() == size) and any(identity(a) == identity(b) for a, b in sides)
+
+
+def _origin(matrix: fx.Node) -> tuple[Any, ...]:
+    """A key of what is in memory of a matrix or its transpose."""
+    return identity(source(transpose_of(matrix) or matrix).base)
 
 
 def _batch_operands(node: fx.Node) -> list[fx.Node]:

@@ -79,7 +79,7 @@ def run(
     train: bool,
     cotangents: Sequence[torch.Tensor] | None = None,
     in_modes: bool = False,
-    classes: bool = False,
+    alike: bool = False,
 ) -> Outcome:
     """Run once, on copies of the arguments.
 
@@ -90,7 +90,7 @@ def run(
         cotangents: one for each floating output that requires a gradient, instead of random ones (the same
             at each call).
         in_modes: torch function modes hold in what the backward runs again, too.
-        classes: as of `copied`.
+        alike: as of `copied`.
 
     Returns:
         Outputs, gradients by name (see `leaves`), and the cotangents.
@@ -100,8 +100,7 @@ def run(
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function or a module, not {type(fn).__name__}")
-    # A function may take gradients by itself, in inference too.
-    args, kwargs = copied((tuple(args), dict(kwargs)), classes)
+    args, kwargs = copied((tuple(args), dict(kwargs)), train, alike)
     if not train:
         with torch.no_grad():
             return call(*args, **kwargs), {}, ()
@@ -172,11 +171,13 @@ def _step(key: Any) -> str:
     return str(named[0] if named else key)
 
 
-def copied(tree: Any, classes: bool = False) -> Any:
+def copied(tree: Any, train: bool, alike: bool = False) -> Any:
     """A tree with copies of its tensors, as leaves; a tensor that is given twice is copied once.
 
     Args:
-        classes: a copy is of the same subclass of Tensor. Else it is a plain one, on which torch runs all.
+        train: copies require a gradient where their originals do.
+        alike: so they do without `train`, since a function may take gradients by itself, and they are of the
+            same subclass of Tensor. Else they are plain ones, on which torch runs all.
     """
     memo: dict[int, torch.Tensor] = {}
 
@@ -184,13 +185,13 @@ def copied(tree: Any, classes: bool = False) -> Any:
         if id(tensor) not in memo:
             with torch.no_grad():
                 data = tensor.detach().clone() if is_wrapper(tensor) else _with_its_layout(tensor)
-            kind = subclass_of(tensor) if classes and not is_wrapper(tensor) else None
+            kind = subclass_of(tensor) if alike and not is_wrapper(tensor) else None
             if kind is not None:  # its functions may read its attributes
                 data = data.as_subclass(kind) if kind is type(tensor) else data
                 vars(data).update({**vars(tensor), **vars(data)})
             for name in [name for name in vars(tensor) if name.startswith("_dynamo_")]:  # marked dynamic
                 setattr(data, name, getattr(tensor, name))
-            memo[id(tensor)] = data.requires_grad_(tensor.requires_grad)
+            memo[id(tensor)] = data.requires_grad_(tensor.requires_grad and (train or alike))
         return memo[id(tensor)]
 
     return pytree.tree_map_only(torch.Tensor, one, tree)

@@ -167,9 +167,9 @@ def _explained(
     ):
         compiled = compile(fn, _inductor.passes_only(traces_on_cpu), dynamic)
         if differentiates or not train:
-            run(compiled, fn, args, kwargs, train, classes=True)
+            run(compiled, fn, args, kwargs, train, alike=True)
         else:
-            args, kwargs = copied((args, kwargs), classes=True)
+            args, kwargs = copied((args, kwargs), train, alike=True)
             with torch.enable_grad():
                 compiled(*args, **kwargs)
     return Explanation(

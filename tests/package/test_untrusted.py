@@ -94,10 +94,9 @@ def test_versions_of_python() -> None:
     oldest = re.findall(r'requires-python = ">=(3\.\d+)"', project)[0]
     assert re.findall(r"Python :: (3\.\d+)", project)[0] == oldest
     assert re.findall(r'python_version = "(3\.\d+)"', project) == [oldest]
-    assert f"Python {oldest} or later" in (ROOT / "docs/compatibility.md").read_text()
-    for page in ("README.md", "CONTRIBUTING.md"):
+    for page in ("README.md", "CONTRIBUTING.md", "docs/compatibility.md"):
         words = " ".join((ROOT / page).read_text().split())
-        assert f"the package itself runs on Python {oldest} or later" in words, page
+        assert f"Python {oldest} or later" in words, page
     major, minor = map(int, oldest.split("."))
     for path in (ROOT / "inductor_fusions").rglob("*.py"):
         ast.parse(path.read_text(), feature_version=(major, minor))

@@ -99,7 +99,7 @@ def timed(results: Path) -> list[Timed]:
 # The fit -----------------------------------------------------------------------------------------------
 
 
-def named(kernel: Kernel) -> str:
+def label(kernel: Kernel) -> str:
     """A kernel in the name of its constant."""
     return " ".join(map(str, kernel))
 
@@ -110,7 +110,7 @@ def flat(constants: Constants) -> dict[str, float]:
     for name, value in vars(constants).items():
         if isinstance(value, Mapping):
             for key, each in value.items():
-                found[f"{name} {key if isinstance(key, str) else named(key)}"] = each
+                found[f"{name} {key if isinstance(key, str) else label(key)}"] = each
         else:
             found[name] = value
     return found
@@ -127,13 +127,13 @@ def constants_of(values: Mapping[str, float]) -> Constants:
         template, *sizes = key.split()
         rows, columns, warps, stages = map(int, sizes)
         slowness[template, rows, columns, warps, stages] = each
-    (slowest,), (latency,) = parts["slowest"].values(), parts["latency"].values()
-    return Constants(slowness, slowest, latency, parts["launch"], parts["start"], parts["store"])
+    (unlisted,), (latency,) = parts["unlisted"].values(), parts["latency"].values()
+    return Constants(slowness, unlisted, latency, parts["launch"], parts["start"], parts["store"])
 
 
 #: What a fit starts from: all tiles alike.
 START = {
-    **dict.fromkeys(flat(cost.CONSTANTS), 1.0), "latency": 0.25, "slowest": 2.0,
+    **dict.fromkeys(flat(cost.CONSTANTS), 1.0), "latency": 0.25, "unlisted": 2.0,
     **{name: 1.5 for name in flat(cost.CONSTANTS) if name.startswith("slowness")},
 }  # fmt: skip
 
@@ -207,10 +207,10 @@ def _descent(
 def _depends(work: Work, name: str) -> bool:
     """Whether the time of a work depends on a constant."""
     group, _, key = name.partition(" ")
-    kernel = named(work.kernel)
+    kernel = label(work.kernel)
     if group == "slowness":
         return key == kernel
-    return f"slowness {kernel}" not in START if group == "slowest" else key in ("", work.kernel[0])
+    return f"slowness {kernel}" not in START if group == "unlisted" else key in ("", work.kernel[0])
 
 
 def error(points: Sequence[Point], by: Constants) -> float:

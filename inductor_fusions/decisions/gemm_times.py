@@ -29,7 +29,7 @@ class Constants:
 
     Attributes:
         slowness: what kernels lose: small tiles read more for each result, few stages wait for loads.
-        slowest: the same of kernels that are not listed.
+        unlisted: the same of kernels that are not listed, none of which was timed.
         latency: microseconds for one step of K that no tile goes below, because loads take that long.
         launch, start, store: microseconds of a launch, of each tile, and of storing a tile of 128 x 256, by
             template. A persistent kernel makes descriptors of its bulk copies first, and stores a tile while
@@ -37,7 +37,7 @@ class Constants:
     """
 
     slowness: Mapping[Kernel, float]
-    slowest: float
+    unlisted: float
     latency: float
     launch: Mapping[str, float]
     start: Mapping[str, float]
@@ -60,7 +60,7 @@ CONSTANTS = Constants(
         ("tiled", 64, 64, 4, 3): 2.14, ("tiled", 64, 64, 4, 4): 2.2, ("tiled", 64, 64, 4, 5): 1.5,
         ("tiled", 64, 64, 4, 6): 1.5, ("tiled", 64, 32, 4, 4): 3.36,
     },
-    slowest=2.0,
+    unlisted=2.0,
     latency=0.29,
     launch={"persistent": 4.32, "tiled": 0.226},
     start={"persistent": 0.46, "tiled": 1.5},
@@ -93,7 +93,7 @@ class Work:
         """The time, as the model has it."""
         template, rows, columns, *_ = self.kernel
         area = rows * columns / AREA
-        step = STEP * by.slowness.get(self.kernel, by.slowest) * area
+        step = STEP * by.slowness.get(self.kernel, by.unlisted) * area
         ends = by.start[template] + by.store[template] * area
         full, rest = divmod(self.each, self.together)
         time = full * (max(self.together * step, by.latency / self.depth) * self.inner + ends)

@@ -147,8 +147,8 @@ def _is_of_wider_rows(up: fx.Node) -> bool:
     if repeated_matrix(right) is None or not is_added_to_product(up):
         return False
     read = through(left, frozenset({aten.expand.default}))
-    if value(read).is_contiguous():
-        return False
+    if known_true(value(read).stride(-2) == value(read).shape[-1]):
+        return False  # all columns
     down = product_in(read, str(value(read).numel()))
     rank = None if down is None else value(down.node).shape[1]
     return down is not None and is_low_rank(rank, down.inner, value(up).shape[2])

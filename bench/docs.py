@@ -86,6 +86,8 @@ SHOWN = {
     "lora_models_*.json": (),
     "distributed_*.json": (),
 }
+#: Of these, docs/performance.md has the last file by name; docs/measurements.html has the other devices.
+ONE_DEVICE = ("distributed_*.json",)
 
 
 def sections(results: Path) -> list[tuple[str, Path, str]]:
@@ -101,7 +103,10 @@ def sections(results: Path) -> list[tuple[str, Path, str]]:
 def performance(results: Path, written: list[tuple[str, Path, str]]) -> str:
     """The text of docs/performance.md."""
     parts, others = [], []
+    last = {pattern: path for pattern, path, _ in written}
     for pattern, path, text in written:
+        if pattern in ONE_DEVICE and path != last[pattern]:
+            continue
         title = text.partition("\n")[0].removeprefix("## ")
         if pattern in SHOWN:
             parts.append(docs_tables.short(text, SHOWN[pattern]))

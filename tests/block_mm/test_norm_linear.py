@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from inductor_fusions.block_mm import heuristics
+from inductor_fusions.block_mm.configurations import Config, suits, with_norm
+from inductor_fusions.block_mm.problem import Problem
+from inductor_fusions.fusions import norm_linear
 from tests.block_mm.support import GatedMLP, Linears, check, rand, run
 from tests.support.arguments import named
 
@@ -302,6 +305,24 @@ def test_measured_rows(rows: int) -> None:
     args = rand(rows, 2048, grad=False), rand(rows, 2048, grad=False)
     seen = run(model, args, policy="profitable")
     assert seen.codes("norm_linear") == ["not-measured"] * (rows - 1)
+
+
+def test_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head of a language model keeps its norm apart."""
+    monkeypatch.setattr(norm_linear, "_WIDE", 2**20)
+    model = Around(BEFORE["input"][0]).to(BF16).requires_grad_(False)
+    seen = run(model, (rand(1, 2048, grad=False), rand(1, 2048, grad=False)), policy="profitable")
+    assert seen.fused("linear_epilogue") and seen.codes("norm_linear") == ["not-faster"]
+
+
+@pytest.mark.parametrize(("width", "warps"), [(2048, 4), (3072, 4), (4096, 8)])
+def test_tiles(width: int, warps: int) -> None:
+    """A long gated pair has eight warps for its registers; a linear of that width has four."""
+    gated = Problem((1, 1), (64, 64), (width, width), (0, 1), ("nt", "nt"), BF16, gated=True)
+    alone = Problem((1,), (64,), (width,), (0,), ("nt",), BF16)
+    chosen = [with_norm(Config("row", 1, 1, 512, 2, 1), each) for each in (gated, alone)]
+    assert [each.num_warps for each in chosen] == [warps, 4]
+    assert all(suits(each, problem) for each, problem in zip(chosen, (gated, alone), strict=True))
 
 
 def test_autotuned() -> None:

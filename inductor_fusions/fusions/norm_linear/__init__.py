@@ -36,6 +36,8 @@ aten = torch.ops.aten
 _PLAIN = 11
 #: Which of them are the factors of the products.
 _SCALES = 5
+#: Bytes of weights up to which the norm costs a kernel less than a launch: what it costs grows with them.
+_WIDE = 2**28
 
 
 class NormedLinears(Candidate):
@@ -68,6 +70,10 @@ class NormedLinears(Candidate):
                 raise Reason.NOT_FASTER.left_to_stock(
                     "stock computes the input of the norm in the kernel of the norm, which would stay"
                 )
+            if any(_bytes(node) > _WIDE for node in self.calls):
+                raise Reason.NOT_FASTER.left_to_stock(
+                    f"with over {_WIDE >> 20} MiB of weights, the norm costs the linears more than its launch"
+                )
         if max_autotune():
             raise Reason.NOT_FASTER.left_to_stock(
                 "autotuning compares the kernels of the linears with stock's, which have no norm"
@@ -90,6 +96,11 @@ class NormedLinears(Candidate):
 def _call(node: fx.Node) -> Call:
     given: tuple[Any, ...] = node.args
     return Call(*given)
+
+
+def _bytes(node: fx.Node) -> int:
+    """The size of the weights that a call reads."""
+    return sum(value(b).numel() * value(b).itemsize for b in _call(node).b)
 
 
 def _is_stored(x: fx.Node) -> bool:

@@ -77,7 +77,10 @@ def expression(size: torch.SymInt) -> Any:
 
 
 def symbol_parts(expression: Any) -> tuple[str, tuple[Any, ...]]:
-    """("integer" | "symbol" | "add" | "mul" | "max" | "min" | "other", operands) of a sympy expression."""
+    """The kind of a sympy expression, and its operands.
+
+    The kind is "integer", "symbol", "add", "mul", "max", "min", "floordiv", "mod" or "other".
+    """
     if expression.is_Integer:
         return "integer", ()
     if expression.is_Symbol:
@@ -86,7 +89,10 @@ def symbol_parts(expression: Any) -> tuple[str, tuple[Any, ...]]:
         return "add", tuple(expression.args)
     if expression.is_Pow and expression.exp.is_Integer and expression.exp > 0:
         return "mul", (expression.base,) * int(expression.exp)
-    known = {"Max": "max", "Min": "min"}  # torch has classes of its own for them
+    known = {  # torch has classes of its own for them
+        "Max": "max", "Min": "min", "FloorDiv": "floordiv", "CleanDiv": "floordiv", "PythonMod": "mod",
+        "Mod": "mod",
+    }  # fmt: skip
     other = known.get(type(expression).__name__, "other")
     return ("mul" if expression.is_Mul else other), tuple(expression.args)
 

@@ -19,6 +19,8 @@ _COMBINE: dict[str, Any] = {
     "mul": operator.mul,
     "max": torch.sym_max,
     "min": torch.sym_min,
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
 }
 
 

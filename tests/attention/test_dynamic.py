@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -70,6 +72,16 @@ FORMS = {
         ).view(q.shape[0], q.shape[1], q.shape[2], -1),
         lambda: (*qkv(), additive(visible(BATCH, 1, Q_LEN, KV_LEN))),
     ),
+    "number behind a bias": (
+        lambda q, k, v, m: torch.softmax((q @ k.mT + m) / math.sqrt(q.shape[-1] // 2), -1) @ v,
+        lambda: (*qkv(), rand(HEADS, Q_LEN, KV_LEN)),
+    ),
+    "square of tokens": (
+        lambda x, w: attend(
+            *(nn.functional.linear(x, each).unflatten(-1, (4, -1)).transpose(-2, -3) for each in w)
+        ),
+        lambda: (rand(1, Q_LEN, Q_LEN, 16), rand(3, 32, 16)),
+    ),
     "layer": (
         lambda x: attend(*x.view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)).transpose(1, 2).flatten(2),
         lambda: (rand(BATCH, Q_LEN, 96),),
@@ -82,6 +94,16 @@ FORMS = {
 def test_form(case, train: bool) -> None:
     fn, inputs = case
     check(fn, inputs(), dynamic=True, train=train)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_multihead_attention(dropout: float) -> None:
+    """Its probability of dropout is a symbol at first, and Dynamo starts again where a function needs it."""
+    layer = nn.MultiheadAttention(16, 2, batch_first=True, dropout=dropout)
+    compiled = torch.compile(lambda x: layer(x, x, x)[0], backend=testing._AfterPasses([]), dynamic=True)
+    with config.patch(policy="always", strict=True), testing.reporting.isolated() as sites:
+        compiled(torch.randn(2, 5, 16)).sum().backward()
+    assert sites[-1].verdict == "fused", sites
 
 
 class Scaled(nn.Module):

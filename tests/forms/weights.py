@@ -50,6 +50,18 @@ def experts_in_a_loop(x: Any, w: Any, experts: Any) -> Any:
     return sum(gates[..., k, None] * expert for k, expert in enumerate(experts))
 
 
+@form((2, 9, 16), (3, 16), (3, 2, 9, 16), fused=0, reasons=("single weights are taken",))
+def experts_of_parts(x: Any, w: Any, experts: Any) -> Any:
+    gates = (x @ w.mT).softmax(-1).chunk(3, -1)
+    return sum(gate * expert for gate, expert in zip(gates, experts, strict=True))
+
+
+@form((2, 9, 16), (3, 16), (3, 2, 9, 16), fused=0, reasons=("single weights are taken",))
+def experts_of_unbound_weights(x: Any, w: Any, experts: Any) -> Any:
+    gates = (x @ w.mT).softmax(-1).unbind(-1)
+    return sum(gate[..., None] * expert for gate, expert in zip(gates, experts, strict=True))
+
+
 @form(*QKV, (4, 4), (4,), fused=0, reasons=("linear is between",))
 def heads_mixed_by_linears(q: Any, k: Any, v: Any, w: Any, b: Any) -> Any:
     """Talking heads, before and after the softmax."""

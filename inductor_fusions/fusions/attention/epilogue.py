@@ -21,6 +21,7 @@ from .arrangement import Arrangement, Misplaced, is_view
 from .masks import Interpreter
 from .no_product import WITHOUT_NUMPY, by_numpy
 from .normal_form import Attention, Term
+from .read_elsewhere import one_by_one
 from .structure import narrowed
 from .written_out import sums_at
 
@@ -169,6 +170,8 @@ def without_column(op: Op, first: bool) -> fx.Node | None:
 def between(op: Op, weights: fx.Node) -> Rejected:
     """Why weights cannot be read further down than an operation."""
     before, after = tensor(weights), tensor(op.node)
+    if isinstance(value(op.node), (tuple, list)) and (found := one_by_one(readers(op.node))):
+        return found
     wider = not (before is None or after is None or same_shape(before.shape, after.shape))
     if op.name == "mul" and (wider or [by.name for by in map(read, readers(op.node)) if by] == ["sum"]):
         return Reason.NO_PRODUCT.rejected("the weights are multiplied elementwise, not by a matrix product")

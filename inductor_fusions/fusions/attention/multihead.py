@@ -82,7 +82,10 @@ class MultiheadForward(Candidate):
                     "the attention weights are also used elsewhere", "need_weights=False"
                 )
         if self.arguments["training"]:
-            check_dropout(self.arguments["dropout_p"])
+            p = self.arguments["dropout_p"]
+            if not isinstance(p, (int, float)):
+                raise Reason.SYMBOLIC.rejected("the probability of the dropout is symbolic")
+            check_dropout(p)
         if not all(holds_now(size >= 1) for size in (*query.shape, *key.shape)):
             raise Reason.EMPTY.rejected("an operand is empty or may be empty")
         kind = self._mask(query, key)

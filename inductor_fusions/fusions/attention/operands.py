@@ -53,6 +53,11 @@ class Operand(torch_ops.Seen):
         check_given(node)
         return None if value is None else cls(node, value.detach().requires_grad_(value.requires_grad))
 
+    def number(self, node: fx.Node) -> Operand | None:
+        """A symbolic number of the graph, as an argument of `then`; None where `node` is none."""
+        is_number = isinstance(torch_ops.value(node), (torch.SymInt, torch.SymFloat))
+        return Operand(node, self.value.new_empty(())) if is_number else None
+
     def then(self, method: str | Callable[..., torch.Tensor], *args: Any) -> Operand:
         """The operand after one more operation, which may take others."""
         value, given = self.value, [arg.value if isinstance(arg, Operand) else arg for arg in args]

@@ -30,6 +30,13 @@ def several(users: Sequence[fx.Node]) -> Rejected:
     return Reason.WEIGHTS.rejected(f"the attention weights are {read_by_other(other)}", hint)
 
 
+def one_by_one(parts: Sequence[fx.Node]) -> Rejected | None:
+    """The reason for weights that are taken apart into these nodes, each of which multiplies something."""
+    if not parts or not all(map(_multiplies, parts)):
+        return None
+    return Rejected(_ONE_BY_ONE)
+
+
 def read_by_other(user: fx.Node) -> str:
     """What reads weights beside the attention, as the end of a sentence."""
     return "returned" if user.op == "output" else f"also used by {user.name}"

@@ -230,7 +230,8 @@ class Walk:
         """
         operand = Operand.of(term.node)
         for kind, by, lead in below.scalers:
-            scale, numbers = Operand.of(by), tensor(by)
+            numbers = tensor(by)
+            scale = Operand.of(by) if numbers is not None or operand is None else operand.number(by)
             sizes = [1, 1] if numbers is None else [1, 1, *numbers.shape]
             alike = same_shape(lead, term.lead) or len(sizes) == 2
             if scale is None or operand is None or not alike or not known_true(sizes[-1] * sizes[-2] == 1):

@@ -128,14 +128,18 @@ def constants_of(values: Mapping[str, float]) -> Constants:
         rows, columns, warps, stages = map(int, sizes)
         slowness[template, rows, columns, warps, stages] = each
     (unlisted,), (latency,) = parts["unlisted"].values(), parts["latency"].values()
-    return Constants(slowness, unlisted, latency, parts["launch"], parts["start"], parts["store"])
+    by_name = (parts[name] for name in ("launch", "start", "store", "activation"))
+    return Constants(slowness, unlisted, latency, *by_name)
 
 
 #: What a fit starts from: all tiles alike.
 START = {
     **dict.fromkeys(flat(cost.CONSTANTS), 1.0), "latency": 0.25, "unlisted": 2.0,
     **{name: 1.5 for name in flat(cost.CONSTANTS) if name.startswith("slowness")},
+    **{name: 0.3 for name in flat(cost.CONSTANTS) if name.startswith("activation")},
 }  # fmt: skip
+#: Fitted last, to what the others leave: together, activations would take the place of `start` and `store`.
+LAST = [name for name in START if name.startswith("activation")]
 
 
 #: What a configuration has to do, and the logarithm of its time.
@@ -163,7 +167,8 @@ def fit(points: Sequence[Point]) -> Constants:
         far = math.log(tried[name] / START[name]) ** 2
         return error(parts[name], constants_of(tried)) + PULL * len(points) * far
 
-    return constants_of(_descent(START, errors))
+    first = _descent({**START, **dict.fromkeys(LAST, 0.0)}, errors, [n for n in START if n not in LAST])
+    return constants_of(_descent({**first, **{name: START[name] for name in LAST}}, errors, LAST))
 
 
 def fit_library(problems: Sequence[tuple[str, Timed]]) -> Library:
@@ -173,7 +178,7 @@ def fit_library(problems: Sequence[tuple[str, Timed]]) -> Library:
     def errors(name: str, tried: Mapping[str, float]) -> float:
         return library_error(problems, Library(**tried))
 
-    return Library(**_descent(asdict(start), errors))
+    return Library(**_descent(asdict(start), errors, list(asdict(start))))
 
 
 def library_error(problems: Sequence[tuple[str, Timed]], by: Library) -> float:
@@ -186,15 +191,19 @@ def library_error(problems: Sequence[tuple[str, Timed]], by: Library) -> float:
 
 
 def _descent(
-    start: Mapping[str, float], errors: Callable[[str, Mapping[str, float]], float]
+    start: Mapping[str, float], errors: Callable[[str, Mapping[str, float]], float], names: Sequence[str]
 ) -> dict[str, float]:
-    """Constants with the least errors, of which those may be left out that one constant does not change."""
+    """Constants with the least errors, of which those may be left out that one constant does not change.
+
+    Args:
+        names: of the constants that are changed.
+    """
     values = dict(start)
     for step in STEPS:
         better = True
         while better:
             better = False
-            for name in start:
+            for name in names:
                 least = errors(name, values) * (1 - 1e-6)
                 for factor in (math.exp(step), math.exp(-step)):
                     tried = {**values, name: values[name] * factor}
@@ -210,6 +219,8 @@ def _depends(work: Work, name: str) -> bool:
     kernel = label(work.kernel)
     if group == "slowness":
         return key == kernel
+    if group == "activation":
+        return key == work.activation
     return f"slowness {kernel}" not in START if group == "unlisted" else key in ("", work.kernel[0])
 
 

@@ -39,7 +39,8 @@ def work(choice: Config, problem: Problem, processors: int) -> Work:
     together = choice.per_processor if choice.template == "persistent" else _together(choice, problem)
     columns = choice.block_n * (2 if problem.gated else 1)
     kernel = choice.template, choice.block_m, columns, choice.num_warps, choice.num_stages
-    return Work(kernel, inner, choice.block_k, -(-tiles // processors), together)
+    share = 0.5 if problem.gated else 1.0
+    return Work(kernel, inner, choice.block_k, -(-tiles // processors), together, problem.activation, share)
 
 
 def microseconds(choice: Config, problem: Problem, processors: int) -> float:

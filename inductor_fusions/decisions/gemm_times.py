@@ -34,6 +34,7 @@ class Constants:
         launch, start, store: microseconds of a launch, of each tile, and of storing a tile of 128 x 256, by
             template. A persistent kernel makes descriptors of its bulk copies first, and stores a tile while
             it multiplies the next.
+        activation: microseconds in which eight warps apply one to a tile of 128 x 256. Others cost nothing.
     """
 
     slowness: Mapping[Kernel, float]
@@ -42,6 +43,7 @@ class Constants:
     launch: Mapping[str, float]
     start: Mapping[str, float]
     store: Mapping[str, float]
+    activation: Mapping[str, float]
 
 
 CONSTANTS = Constants(
@@ -65,6 +67,7 @@ CONSTANTS = Constants(
     launch={"persistent": 4.32, "tiled": 0.226},
     start={"persistent": 0.46, "tiled": 1.5},
     store={"persistent": 1.18, "tiled": 1.95},
+    activation={"gelu": 1.07, "gelu_tanh": 0.376, "silu": 1.35},
 )  # fmt: skip
 #: Results up to which a multiprocessor works at two tiles at once, by template.
 TWO_AT_ONCE = {"persistent": 128 * 128, "tiled": 64 * 128}
@@ -81,6 +84,8 @@ class Work:
         depth: K of a step.
         each: tiles of the multiprocessor that has most of them.
         together: thread blocks that a multiprocessor has room for.
+        activation: its name, or "".
+        share: of the results, to which it is applied: half of a gated pair.
     """
 
     kernel: Kernel
@@ -88,13 +93,16 @@ class Work:
     depth: int
     each: int
     together: int
+    activation: str = ""
+    share: float = 1.0
 
     def microseconds(self, by: Constants) -> float:
         """The time, as the model has it."""
-        template, rows, columns, *_ = self.kernel
+        template, rows, columns, warps, _ = self.kernel
         area = rows * columns / AREA
         step = STEP * by.slowness.get(self.kernel, by.unlisted) * area
         ends = by.start[template] + by.store[template] * area
+        ends += by.activation.get(self.activation, 0.0) * self.share * area * 8 / warps
         full, rest = divmod(self.each, self.together)
         time = full * (max(self.together * step, by.latency / self.depth) * self.inner + ends)
         time += (max(rest * step, by.latency / self.depth) * self.inner + ends) if rest else 0.0
@@ -134,11 +142,13 @@ class Gemms:
         products: rows, columns and K of each.
         groups: of each, which result it belongs to: products of one are added.
         passes: how many results of the first one's size the pointwise kernel behind them reads and writes.
+        activation: of the results, or of the first one of a gated pair.
     """
 
     products: tuple[tuple[int, int, int], ...]
     groups: tuple[int, ...]
     passes: int = 0
+    activation: str = ""
 
     def stock(self, processors: int, by: Library = LIBRARY) -> float:
         """Microseconds that stock takes for all."""
@@ -161,7 +171,8 @@ class Gemms:
             each = -(-sum(counts) // processors)
             depth = sum(count * inner[group] for group, count in zip(sizes, counts, strict=True))
             together = 2 if m * n <= TWO_AT_ONCE[template] else 1
-            work = Work(kernel, depth / sum(counts), STEP_OF_K, each, together)
+            share = 1 / len(sizes)
+            work = Work(kernel, depth / sum(counts), STEP_OF_K, each, together, self.activation, share)
             found.append(work.microseconds(CONSTANTS))
         return min(found)
 
@@ -192,7 +203,8 @@ def of_row(row: Mapping[str, Any]) -> Gemms:
     count = len(row["k"])
     groups = tuple(row.get("groups") or ((0,) * count if kind == "sum" else range(count)))
     products = tuple((tokens, columns[group], k) for group, k in zip(groups, row["k"], strict=True))
-    return Gemms(products, groups, 3 if kind == "gated" else 2 if row.get("activation") else 0)
+    activation = row.get("activation", "")
+    return Gemms(products, groups, 3 if kind == "gated" else 2 if activation else 0, activation)
 
 
 @functools.lru_cache(maxsize=4096)  # an estimate asks for each row of a table

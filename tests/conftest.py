@@ -137,6 +137,24 @@ def also_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
 
 @pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The line on stderr of a command that the user got wrong."""
+
+    def refused(*arguments: str) -> str:
+        from inductor_fusions import cli
+
+        monkeypatch.setattr(sys, "argv", ["inductor-fusions", *arguments])
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        out, err = capsys.readouterr()
+        assert (exit.value.code, out) == (2, "")
+        assert err.count("\n") == 1 and err.startswith("inductor-fusions: "), err
+        return err
+
+    return refused
+
+
+@pytest.fixture
 def fresh_cache() -> Iterator[None]:
     """An empty Inductor cache for this test alone."""
     from torch._inductor.utils import fresh_cache

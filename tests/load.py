@@ -106,7 +106,6 @@ def apart(backend: str, kind: str, compiles: int, folder: Path) -> dict[str, Any
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.load", description=__doc__.splitlines()[0])
     parser.add_argument("--compiles", type=int, default=1000, help="in each process (%(default)s)")
     parser.add_argument("--json", type=Path, help="a report, grown row by row and resumed")

@@ -126,7 +126,6 @@ def inputs(case: Case, dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor
 
 
 def mask_of(case: Case, shown: torch.Tensor) -> torch.Tensor | None:
-    """The mask as it is given."""
     if not case.mask:
         return None
     if case.mask == "boolean":

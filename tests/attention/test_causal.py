@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.attention.support import BATCH, HEADS, capture, cases, check, qkv, sdpa
+from tests.support.modules import Module
 
 S = 9
 
@@ -307,15 +308,9 @@ def test_other_data() -> None:
 
     assert "is_causal" not in check(fn, (*qkv(S, S), mask)).sites[0].kernel
 
-    class Buffered(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("causal", mask)
-
-        def forward(self, q, k, v):
-            return fn(q, k, v, self.causal[: q.shape[-2], : k.shape[-2]])
-
-    module = Buffered()
+    module = Module(
+        lambda net, q, k, v: fn(q, k, v, net.causal[: q.shape[-2], : k.shape[-2]]), {"causal": mask}
+    )
     run = capture(module, *qkv(S, S, grad=False))
     assert "is_causal" not in run.sites[0].kernel
 

@@ -39,31 +39,25 @@ def scales(run: testing.Checked, kernel: str) -> list[float]:
     return [call.args[5] for call in run.ours.calls(name)]
 
 
+#: A kernel, what is said of it, and what is done to the scores with a scale.
+SCALED: dict[str, tuple[str, str, Any]] = {
+    **{kernel: (kernel, kernel, lambda s, scale: s * scale) for kernel in EVERYWHERE},
+    "a causal mask": (
+        "sdpa", "is_causal",
+        lambda s, scale: (s * scale).masked_fill(torch.ones(7, 7, dtype=torch.bool).triu(1), -torch.inf),
+    ),
+    "before a function": ("flex", "flex", lambda s, scale: torch.tanh(s * scale) * -2.0),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("scale", SCALES)
-@cases({name: name for name in EVERYWHERE})
-def test_scale_of_scores(case: str, scale: float) -> None:
+@cases(SCALED)
+def test_scale_of_scores(case: tuple[str, str, Any], scale: float) -> None:
     """Kernels are given a positive scale: flash and cuDNN attention return NaN for another one."""
-    fn = scored(lambda s: s * scale)
-    with EVERYWHERE[case]():
-        run = check(fn, qkv(), kernel=case)
-    assert scales(run, case) and all(each > 0 for each in scales(run, case))
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_scale_and_a_causal_mask(scale: float) -> None:
-    def fn(q: Any, k: Any, v: Any) -> Any:
-        hidden = torch.ones(7, 7, dtype=torch.bool).triu(1)
-        return torch.softmax((q @ k.mT * scale).masked_fill(hidden, -torch.inf), -1) @ v
-
-    assert all(each > 0 for each in scales(check(fn, qkv(7, 7), kernel="is_causal"), "sdpa"))
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_scale_before_a_function(scale: float) -> None:
-    fn = scored(lambda s: torch.tanh(s * scale) * -2.0)
-    with flex_everywhere():
-        run = check(fn, qkv(), kernel="flex")
-    assert all(each > 0 for each in scales(run, "flex"))
+    kernel, said, change = case
+    with EVERYWHERE[kernel]():
+        run = check(scored(lambda s: change(s, scale)), qkv(7, 7 if said == "is_causal" else 13), kernel=said)
+    assert scales(run, kernel) and all(each > 0 for each in scales(run, kernel))
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -91,16 +85,14 @@ def test_scale_and_fully_masked_rows(scale: float) -> None:
     check(added, (*qkv(), torch.zeros(pad.shape).masked_fill(pad, -1e9)))
 
 
-def test_dropout_of_one() -> None:
-    unfused(lambda q, k, v: F.dropout(torch.softmax(q @ k.mT * 0.3, -1), 1.0) @ v, qkv(), "dropout")
-
-
-def test_dropout_of_one_in_a_call() -> None:
-    def fn(q: Any, k: Any, v: Any) -> Any:
-        mask = torch.ones(7, 13, dtype=torch.bool)
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=1.0)
-
-    unfused(fn, qkv(), "dropout")
+@cases({
+    "written out": lambda q, k, v: F.dropout(torch.softmax(q @ k.mT * 0.3, -1), 1.0) @ v,
+    "in a call": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, torch.ones(7, 13, dtype=torch.bool), dropout_p=1.0
+    ),
+})  # fmt: skip
+def test_dropout_of_one(case: Any) -> None:
+    unfused(case, qkv(), "dropout")
 
 
 #: Sizes of q, k and v as (batch, heads, q_len, kv_len, dim, v_dim).

@@ -44,10 +44,6 @@ def dual_numbers(q: Any, k: Any, v: Any) -> Any:
         return forward_ad.unpack_dual(found).tangent
 
 
-def hessian(q: Any, k: Any, v: Any) -> Any:
-    return torch.func.hessian(lambda x: loss(x, k, v))(q)
-
-
 def gradient(q: Any, k: Any, v: Any) -> Any:
     return torch.func.grad(lambda x: loss(x, k, v))(q)
 
@@ -63,14 +59,6 @@ def vector_product(q: Any, k: Any, v: Any) -> Any:
 
 def jacobian(q: Any, k: Any, v: Any) -> Any:
     return torch.func.jacrev(lambda x: attend(x, k, v).sum((0, 1)))(q)
-
-
-def gradient_of_each_sample(q: Any, k: Any, v: Any) -> Any:
-    return torch.func.vmap(torch.func.grad(loss))(q, k, v)
-
-
-def gradient_of_gradient(q: Any, k: Any, v: Any) -> Any:
-    return torch.func.grad(lambda x: gradient(x, k, v).square().sum())(q)
 
 
 def penalty(q: Any, k: Any, v: Any) -> Any:
@@ -108,11 +96,6 @@ def weighted(q: Any, k: Any, v: Any) -> Any:
     return torch.func.grad(lambda x: (attend(x, k, k) * v).sum())(q)
 
 
-def behind_a_gradient(q: Any, k: Any, v: Any) -> Any:
-    """The transform is over where the attention stands."""
-    return attend(torch.func.grad(lambda x: (x * x * k).sum())(q), k, v)
-
-
 def beside_a_penalty(q: Any, k: Any, v: Any) -> Any:
     """The gradient of another value is differentiated."""
     (found,) = torch.autograd.grad((q * k).sin().sum(), q, create_graph=True)
@@ -124,7 +107,7 @@ TAKEN: dict[str, tuple[Function, bool, str]] = {
     "forward mode": (forward_mode, False, FORWARD),
     "forward mode and a backward": (forward_mode, True, FORWARD),
     "dual numbers": (dual_numbers, False, FORWARD),
-    "hessian": (hessian, False, FORWARD),
+    "hessian": (lambda q, k, v: torch.func.hessian(lambda x: loss(x, k, v))(q), False, FORWARD),
     "gradient": (gradient, False, ""),
     "gradient and a backward": (gradient, True, TWICE),
     "gradient and value": (gradient_and_value, False, ""),
@@ -134,8 +117,16 @@ TAKEN: dict[str, tuple[Function, bool, str]] = {
     "jacobian": (jacobian, False, AT_ONCE),
     "jacobian and a backward": (jacobian, True, AT_ONCE),
     "batched gradients": (batched, True, AT_ONCE),
-    "gradient of each sample": (gradient_of_each_sample, False, "inside torch.vmap"),
-    "gradient of a gradient": (gradient_of_gradient, False, TWICE),
+    "gradient of each sample": (
+        lambda q, k, v: torch.func.vmap(torch.func.grad(loss))(q, k, v),
+        False,
+        "inside torch.vmap",
+    ),
+    "gradient of a gradient": (
+        lambda q, k, v: torch.func.grad(lambda x: gradient(x, k, v).square().sum())(q),
+        False,
+        TWICE,
+    ),
     "penalty": (penalty, True, TWICE),
     "penalty of a checkpoint": (penalty_of_a_checkpoint, True, TWICE),
     "penalty through memory": (penalty_through_memory, True, TWICE),
@@ -143,7 +134,12 @@ TAKEN: dict[str, tuple[Function, bool, str]] = {
     "gradient that is detached": (gradient_kept_apart, True, ""),
     "weights of the gradient": (weighted, True, TWICE),
     "weights without gradient": (weighted, False, ""),
-    "behind a gradient": (behind_a_gradient, True, ""),
+    # The transform is over where the attention stands.
+    "behind a gradient": (
+        lambda q, k, v: attend(torch.func.grad(lambda x: (x * x * k).sum())(q), k, v),
+        True,
+        "",
+    ),
     "beside a penalty": (beside_a_penalty, True, ""),
 }
 

@@ -11,10 +11,7 @@ from tests.attention.support import capture, cases, check, qkv, scored, sdpa, un
 
 
 def dropped(drop):
-    def fn(q, k, v):
-        return drop(torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1)) @ v
-
-    return fn
+    return lambda q, k, v: drop(torch.softmax(q @ k.transpose(-2, -1) * 0.3, dim=-1)) @ v
 
 
 NOTHING = {

@@ -145,11 +145,8 @@ def test_integers_and_booleans(case) -> None:
 
 
 def test_complex_values() -> None:
-    def fn(q, k, v):
-        return torch.softmax(q @ k.mT, -1).to(v.dtype) @ v
-
     inputs = (*qkv()[:2], torch.randn(BATCH, HEADS, KV_LEN, 16, dtype=torch.complex64))
-    (site,) = same_as_eager(fn, inputs).sites
+    (site,) = same_as_eager(lambda q, k, v: torch.softmax(q @ k.mT, -1).to(v.dtype) @ v, inputs).sites
     assert site.reason == "the attention weights are cast to a dtype that is not floating point"
 
 

@@ -9,15 +9,11 @@ import torch
 from torch import nn
 
 from tests.attention.support import BATCH, DIM, HEADS, Q_LEN, cases, check, qkv, rand, same_as_eager
+from tests.support.modules import Module
 
 
 def weights(q: Any, k: Any) -> Any:
     return (q @ k.mT * 0.25).softmax(-1)
-
-
-def difference(q: Any, k: Any, v: Any, r: Any) -> Any:
-    """Two softmaxes, one product."""
-    return (weights(q, k) - 0.5 * weights(r, k)) @ v
 
 
 def returned(q: Any, k: Any, v: Any, r: Any) -> Any:
@@ -25,13 +21,15 @@ def returned(q: Any, k: Any, v: Any, r: Any) -> Any:
     return w @ v, w.mean(1)
 
 
-def less_a_mask(q: Any, k: Any, v: Any, r: Any) -> Any:
-    return (weights(q, k) - torch.eye(Q_LEN)) @ v
-
-
 REASONS = {
-    "difference": (difference, 2, "differential attention", "two attentions"),
-    "difference to a mask": (less_a_mask, 1, "in-between", ""),
+    # Two softmaxes, one product.
+    "difference": (
+        lambda q, k, v, r: (weights(q, k) - 0.5 * weights(r, k)) @ v,
+        2,
+        "differential attention",
+        "two attentions",
+    ),
+    "difference to a mask": (lambda q, k, v, r: (weights(q, k) - torch.eye(Q_LEN)) @ v, 1, "in-between", ""),
     "returned": (returned, 1, "weights", "need_weights=False"),
 }
 
@@ -87,18 +85,8 @@ def test_behind_a_graph_break() -> None:
 
 
 def test_learned_scores() -> None:
-    """Nothing computes a parameter."""
-    mixer = Mixer()
+    """Tokens are mixed by weights that are a parameter, which nothing computes."""
+    scores = nn.Parameter(torch.randn(Q_LEN, Q_LEN))
+    mixer = Module(lambda net, x: net.scores.softmax(-1) @ x, {"scores": scores})
     seen = check(mixer, (rand(BATCH, Q_LEN, DIM),), fused=0, reason="no product of queries and keys")
     assert len(seen.sites) == 1
-
-
-class Mixer(nn.Module):
-    """Tokens are mixed by weights that are learned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores = nn.Parameter(torch.randn(Q_LEN, Q_LEN))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scores.softmax(-1) @ x

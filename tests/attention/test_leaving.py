@@ -357,12 +357,8 @@ def test_nothing_is_copied_in_a_model(train: bool, checkpointed: bool) -> None:
 
 def test_nothing_is_copied_where_the_result_is_new() -> None:
     """A result that was masked behind the kernel is not what that keeps."""
-
-    def fn(q: Any, k: Any, v: Any) -> Any:
-        return attend(q, k, v) + 1
-
     with config.patch(stock_misfires=False):
-        run = capture(fn, *operands("4-D", True), train=True)
+        run = capture(lambda q, k, v: attend(q, k, v) + 1, *operands("4-D", True), train=True)
     assert fused_attentions(run) == 1 and not run.calls("clone")
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from inductor_fusions import config
 from tests.attention.support import cases, check, flex_everywhere, qkv, rand
+from tests.support.modules import Module
 
 B, H, N = 2, 4, 150
 LOWEST = torch.finfo(torch.float32).min
@@ -59,10 +60,7 @@ MIXED = {
 
 
 def spelled(mixed: Any, scale: float = 0.25) -> Any:
-    def fn(q: Any, k: Any, v: Any, *more: Any) -> Any:
-        return torch.softmax(q @ k.mT * scale + mixed(*more), -1) @ v
-
-    return fn
+    return lambda q, k, v, *more: torch.softmax(q @ k.mT * scale + mixed(*more), -1) @ v
 
 
 def called(mixed: Any) -> Any:
@@ -89,20 +87,15 @@ def test_bfloat16() -> None:
         )  # fmt: skip
 
 
-class Learned(nn.Module):
-    """A bias of each head and distance that is learned, and filled."""
-
-    def __init__(self, pad: bool = False) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(H, N, N))
-
-    def forward(self, q: Any, k: Any, v: Any) -> Any:
-        return spelled(lambda: self.table.masked_fill(later(), -INF))(q, k, v)
-
-
 def test_learned() -> None:
+    """A bias of each head and distance, which is filled."""
+
+    def learned(net: Any, q: Any, k: Any, v: Any) -> Any:
+        return spelled(lambda: net.table.masked_fill(later(), -INF))(q, k, v)
+
+    module = Module(learned, {"table": nn.Parameter(torch.randn(H, N, N))})
     with flex_everywhere("flex"):
-        check(Learned(), qkv(N, N, heads=H), kernel=CAUSAL, slack=4.0)
+        check(module, qkv(N, N, heads=H), kernel=CAUSAL, slack=4.0)
 
 
 def padding(right: bool = True) -> torch.Tensor:
@@ -189,22 +182,16 @@ def test_two_additions_to_fully_masked_rows() -> None:
     assert "block mask" not in seen.sites[0].kernel
 
 
-class Frozen(nn.Module):
-    """A learned bias that is filled where no gradient is recorded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(H, N, N))
-        self.other = nn.Parameter(torch.randn(H, 1, 1))
-
-    def forward(self, q: Any, k: Any, v: Any) -> Any:
-        with torch.no_grad():
-            mixed = self.table.masked_fill(later(), -INF)
-        return spelled(lambda: mixed)(q, k, v) * self.other
-
-
 def test_no_gradient_into_the_bias() -> None:
-    module = Frozen()
+    """It is learned, and filled where no gradient is recorded."""
+
+    def frozen(net: Any, q: Any, k: Any, v: Any) -> Any:
+        with torch.no_grad():
+            mixed = net.table.masked_fill(later(), -INF)
+        return spelled(lambda: mixed)(q, k, v) * net.other
+
+    parts = {"table": nn.Parameter(torch.randn(H, N, N)), "other": nn.Parameter(torch.randn(H, 1, 1))}
+    module = Module(frozen, parts)
     with flex_everywhere("flex"):
         seen = check(module, qkv(N, N, heads=H), fused=None, slack=4.0)
     assert "block mask" not in seen.sites[0].kernel

@@ -130,8 +130,9 @@ def test_two_tensors() -> None:
     check(scored(lambda s, t, u: s * t / u), (*qkv(), per_head, number), slack=SUMMED)
 
 
-def test_integer_scalar_tensor() -> None:
-    check(scored(lambda s, t: s * t), (*qkv(), torch.tensor(2)), fused=None)
+@cases({"0-d": torch.tensor(2), "per head": torch.arange(HEADS)[:, None, None]})
+def test_integers(case) -> None:
+    check(scored(lambda s, t: s * t), (*qkv(), case), fused=None)
 
 
 def test_wider_scalar_tensor() -> None:
@@ -177,10 +178,6 @@ def test_not_a_scale(case) -> None:
     expect(scored(change), (*qkv(), torch.rand(shape) + 0.5))
 
 
-def test_integers_per_head() -> None:
-    check(scored(lambda s, t: s * t), (*qkv(), torch.arange(HEADS)[:, None, None]), fused=None)
-
-
 def test_scale_overwritten_afterwards() -> None:
     """The scores were scaled by the tensor as it was before."""
 
@@ -213,15 +210,13 @@ def test_zero_beside_a_causal_mask() -> None:
     check(scored(causal), qkv(9, 9))
 
 
-@pytest.mark.parametrize("scale", [math.inf, math.nan])
-def test_scale_that_is_not_finite(scale: float) -> None:
-    run = capture(scored(lambda s: s * scale), *qkv(grad=False))
-    assert not run.fused
-
-
-def test_shift_that_absorbs_the_scores() -> None:
-    run = capture(scored(lambda s: s - 1e9), *qkv(grad=False))
-    assert not run.fused
+@cases({
+    "infinite": lambda s: s * math.inf,
+    "no number": lambda s: s * math.nan,
+    "a shift that absorbs the scores": lambda s: s - 1e9,
+})  # fmt: skip
+def test_left_alone(case) -> None:
+    assert not capture(scored(case), *qkv(grad=False)).fused
 
 
 MAXIMA = {

@@ -54,9 +54,12 @@ def test_default_scale_is_kept() -> None:
     assert call.kwargs.get("scale") in (None, 24**-0.5)
 
 
-def test_options_by_position() -> None:
-    fn = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, causal(q, k), 0.0, False, scale=0.3)  # noqa: E731
-    check(fn, qkv(S, S), kernel="is_causal")
+@pytest.mark.parametrize("call", [
+    lambda q, k, v: F.scaled_dot_product_attention(q, k, v, causal(q, k), 0.0, False, scale=0.3),
+    lambda q, k, v: torch.ops.aten.scaled_dot_product_attention.default(q, k, v, causal(q, k), scale=0.3),
+], ids=["by position", "of aten"])  # fmt: skip
+def test_options(call: Any) -> None:
+    check(call, qkv(S, S), kernel="is_causal")
 
 
 GIVEN = {
@@ -104,13 +107,11 @@ def test_mask_with_gradient() -> None:
         mask = torch.where(causal(q, k), 0.0, -1e9) + 0.0 * weight
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-    check(fn, (*qkv(S, S), rand(S, S)), fused=None)
-
     def learned(q, k, v):
         mask = torch.zeros(S, S, dtype=q.dtype, requires_grad=True)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return out
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
+    check(fn, (*qkv(S, S), rand(S, S)), fused=None)
     check(learned, qkv(S, S), fused=None)
 
 
@@ -120,39 +121,27 @@ def test_mask_that_is_overwritten() -> None:
         mask[:, 4:] = -3.0
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-    check(fn, qkv(S, S), fused=0)
-
     def later(q, k, v):
         mask = torch.ones(S, S, dtype=torch.bool).tril()
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         mask.fill_(False)
         return out + mask.sum()
 
+    check(fn, qkv(S, S), fused=0)
     check(later, qkv(S, S), fused=None)
 
 
-def test_integers_are_no_boolean_mask() -> None:
-    """1.0 and 0.0 as an additive mask are a bias of one."""
+@cases({
+    # As an additive mask they are a bias of one.
+    "1.0 and 0.0": lambda seen: seen.float(),
+    **{f"filled with {fill}": lambda seen, f=fill: torch.zeros(S, S).masked_fill(~seen, f)
+       for fill in (-1.0, -100.0, 1e9)},
+})  # fmt: skip
+def test_numbers_that_do_not_hide(case) -> None:
     fn = lambda q, k, v: F.scaled_dot_product_attention(  # noqa: E731
-        q, k, v, attn_mask=torch.ones(S, S, dtype=q.dtype).tril()
-    )
-    seen = check(fn, qkv(S, S), fused=0)
-    assert not sdpa(seen.ours).kwargs.get("is_causal")
-
-
-@pytest.mark.parametrize("fill", [-1.0, -100.0, 1e9])
-def test_fill_that_does_not_hide(fill: float) -> None:
-    fn = lambda q, k, v: F.scaled_dot_product_attention(  # noqa: E731
-        q, k, v, attn_mask=torch.zeros(S, S, dtype=q.dtype).masked_fill(~causal(q, k), fill)
+        q, k, v, attn_mask=case(causal(q, k)).to(q.dtype)
     )
     assert not sdpa(check(fn, qkv(S, S), fused=0).ours).kwargs.get("is_causal")
-
-
-def test_aten() -> None:
-    fn = lambda q, k, v: torch.ops.aten.scaled_dot_product_attention.default(  # noqa: E731
-        q, k, v, causal(q, k), scale=0.3
-    )
-    check(fn, qkv(S, S), kernel="is_causal")
 
 
 def test_several_calls() -> None:

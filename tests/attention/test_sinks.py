@@ -21,6 +21,7 @@ from tests.attention.support import (
     same_as_eager,
     visible,
 )
+from tests.support.modules import Module
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -278,20 +279,12 @@ def test_sink_that_learns_is_a_mask_that_learns() -> None:
         check(attention(mask=window), fixed, slack=SLACK)
 
 
-class OfAModel(torch.nn.Module):
-    """Sinks are parameters, in inference too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sinks = torch.nn.Parameter(rand(HEADS))
-
-    def forward(self, q, k, v):
-        return attention(mask=window)(q, k, v, self.sinks)
-
-
 def test_no_sink_learns_in_inference() -> None:
+    """Although sinks are parameters."""
+    fn = attention(mask=window)
+    model = Module(lambda net, q, k, v: fn(q, k, v, net.sinks), {"sinks": torch.nn.Parameter(rand(HEADS))})
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        seen = capture(OfAModel(), *qkv(Q_LEN, Q_LEN, grad=False))
+        seen = capture(model, *qkv(Q_LEN, Q_LEN, grad=False))
     assert [site.verdict for site in seen.sites] == ["fused"]
 
 

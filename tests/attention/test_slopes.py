@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.attention.support import capture, cases, check, flex_everywhere, qkv
+from tests.support.modules import Module
 
 B, H, N = 2, 4, 150
 LOWEST = torch.finfo(torch.float32).min
@@ -57,45 +58,39 @@ READ = {
 
 
 def attention(change: Any) -> Any:
-    def fn(q: Any, k: Any, v: Any, m: Any) -> Any:
-        return torch.softmax(change(q @ k.mT * 0.25, m), -1) @ v
+    return lambda q, k, v, m: torch.softmax(change(q @ k.mT * 0.25, m), -1) @ v
 
-    return fn
+
+@pytest.fixture(autouse=True)
+def flex() -> Iterator[None]:
+    with flex_everywhere("flex"):
+        yield
 
 
 @pytest.mark.parametrize("data", [slopes, steep])
 @cases(READ)
 def test_read(case: Any, data: Any) -> None:
-    with flex_everywhere("flex"):
-        check(attention(case), (*qkv(N, N, heads=H), data()), kernel=CAUSAL, slack=4.0)
+    check(attention(case), (*qkv(N, N, heads=H), data()), kernel=CAUSAL, slack=4.0)
 
 
 def test_slopes_that_are_not_finite() -> None:
     """0 times infinity: heads of NaN, in both."""
     data = torch.tensor([0.5, INF, -INF, float("nan")])
     fn, inputs = attention(READ["distance"]), (*qkv(N, N, heads=H, grad=False), data)
-    with flex_everywhere("flex"):
-        run = capture(fn, *inputs, policy="always")
+    run = capture(fn, *inputs, policy="always")
     assert run.sites[0].kernel == CAUSAL
     for result in (fn(*inputs), run.outputs):
         assert not result[:, 0].isnan().any() and result[:, 1:].isnan().all()
 
 
-class Alibi(nn.Module):
+def test_call() -> None:
     """Slopes of a buffer, in the mask of a call of SDPA."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("slopes", slopes())
-
-    def forward(self, q: Any, k: Any, v: Any) -> Any:
-        bias = (head(self.slopes) * distance()).masked_fill(later(), -INF)
+    def alibi(net: Any, q: Any, k: Any, v: Any) -> Any:
+        bias = (head(net.slopes) * distance()).masked_fill(later(), -INF)
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, bias[None])
 
-
-def test_call() -> None:
-    with flex_everywhere("flex"):
-        check(Alibi(), qkv(N, N, heads=H), kernel=CAUSAL, slack=4.0)
+    check(Module(alibi, {"slopes": slopes()}), qkv(N, N, heads=H), kernel=CAUSAL, slack=4.0)
 
 
 #: What is done to the scores, with which data: each may hide all the keys that a query sees.
@@ -121,30 +116,23 @@ NOT_READ = {
 
 @cases(NOT_READ)
 def test_not_read(case: Any) -> None:
-    with flex_everywhere("flex"):
-        seen = check(attention(case), (*qkv(N, N, heads=H), slopes()), fused=None, train=False, slack=8.0)
+    seen = check(attention(case), (*qkv(N, N, heads=H), slopes()), fused=None, train=False, slack=8.0)
     assert all("bias in score_mod" not in site.kernel for site in seen.ours.fused)
 
 
-def test_more_queries_than_keys() -> None:
+def less_keys(s: Any, m: Any) -> Any:
     """The last queries have no key of their own."""
-
-    def fn(q: Any, k: Any, v: Any, m: Any) -> Any:
-        off = torch.arange(N - 30) - torch.arange(N)[:, None]
-        return torch.softmax((q @ k.mT + head(m) * off).masked_fill(off > 0, LOWEST), -1) @ v
-
-    with flex_everywhere("flex"):
-        seen = check(fn, (*qkv(N, N - 30, heads=H), slopes()), train=False, slack=8.0)
-    assert "bias in score_mod" not in seen.sites[0].kernel
+    off = torch.arange(N - 30) - torch.arange(N)[:, None]
+    return (s + head(m) * off).masked_fill(off > 0, LOWEST)
 
 
-def test_slopes_overwritten() -> None:
-    def fn(q: Any, k: Any, v: Any, m: Any) -> Any:
-        m = m * 1.0
-        bias = head(m) * distance()
-        bias.add_(-1e9)
-        return torch.softmax(fill(q @ k.mT * 0.25 + bias), -1) @ v
+def overwritten(s: Any, m: Any) -> Any:
+    bias = head(m * 1.0) * distance()
+    bias.add_(-1e9)
+    return fill(s + bias)
 
-    with flex_everywhere("flex"):
-        seen = check(fn, (*qkv(N, N, heads=H), slopes()), train=False, slack=8.0)
+
+@pytest.mark.parametrize(("change", "keys"), [(less_keys, N - 30), (overwritten, N)])
+def test_fused_as_it_is(change: Any, keys: int) -> None:
+    seen = check(attention(change), (*qkv(N, keys, heads=H), slopes()), train=False, slack=8.0)
     assert "bias in score_mod" not in seen.sites[0].kernel

@@ -10,6 +10,7 @@ import torch
 
 from inductor_fusions import config, testing
 from tests.attention.support import capture, check, flex_everywhere, qkv
+from tests.support.modules import Module
 
 REASON = "a bias of dtype float32, which SDPA would round to bfloat16"
 
@@ -18,20 +19,12 @@ def attention(q: Any, k: Any, v: Any, bias: Any) -> Any:
     return torch.softmax(q @ k.mT * 0.2 + bias, -1).to(v.dtype) @ v
 
 
-class Learned(torch.nn.Module):
-    """A table of biases, which is no mask."""
-
-    def __init__(self, size: float) -> None:
-        super().__init__()
-        self.bias = torch.nn.Parameter(torch.randn(2, 1, 7, 13) * size)
-
-    def forward(self, q: Any, k: Any, v: Any) -> Any:
-        return attention(q, k, v, self.bias)
-
-
 @pytest.mark.parametrize("size", [1.0, 20.0, 60.0])
 def test_a_bias_is_not_rounded(size: float) -> None:
-    run = capture(Learned(size), *qkv(dtype=torch.bfloat16), train=True)
+    """A learned table is no mask."""
+    table = torch.nn.Parameter(torch.randn(2, 1, 7, 13) * size)
+    module = Module(lambda net, q, k, v: attention(q, k, v, net.bias), {"bias": table})
+    run = capture(module, *qkv(dtype=torch.bfloat16), train=True)
     assert [(site.verdict, REASON in site.reason) for site in run.sites] == [("rejected", True)]
 
 

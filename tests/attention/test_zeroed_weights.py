@@ -246,15 +246,10 @@ ONE_MORE = {
 
 
 @TRAIN
-@cases(OTHER_KEYS)
-def test_other_keys(case, train: bool) -> None:
-    unfused(case, (*qkv(S, S, batch=B, heads=H), padding()), REASON, train=train)
-
-
-@TRAIN
-@cases(ONE_MORE)
-def test_one_more_mask(case, train: bool) -> None:
-    unfused(case, (*qkv(S, S, batch=B, heads=H), padding()), "mask", train=train)
+@pytest.mark.parametrize("name", [*OTHER_KEYS, *ONE_MORE])
+def test_other_zeros(name: str, train: bool) -> None:
+    reason = REASON if name in OTHER_KEYS else "mask"
+    unfused((OTHER_KEYS | ONE_MORE)[name], (*qkv(S, S, batch=B, heads=H), padding()), reason, train=train)
 
 
 NO_ZEROS = {

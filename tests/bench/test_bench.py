@@ -12,13 +12,11 @@ from typer.testing import CliRunner
 from bench import common, compare, gate, suites, tune
 from inductor_fusions import cli
 from inductor_fusions.cli import benching
-from tests.support.command_line import refuse
 
 
 def row(
     name: str = "a", ratio: float | None = 1.5, noise: float | None = 0.02, **more: Any
 ) -> dict[str, Any]:
-    """A row of results."""
     ratios = {} if ratio is None else {"stock/fused": ratio}
     times = {} if ratio is None else {"stock": ratio, "fused": 1.0, "limit": 0.9}
     found = {"suite": "attention", "name": name, "train": False, "dtype": "float32", "ratio": ratios}
@@ -216,24 +214,22 @@ MISTAKES = {
 }
 
 
-def test_mistakes(measured: Any, monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+def test_mistakes(measured: Any, monkeypatch: Any, refuse: Any, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.json").write_text('{"schema": 1}')
     (tmp_path / "far.json").write_text(json.dumps(results(row("a"))))
     for arguments, said in MISTAKES.items():
-        assert said in refuse(monkeypatch, capsys, "bench", "--device", "cpu", *arguments)
-    assert "nothing called flax" in refuse(monkeypatch, capsys, "tune", "flax")
+        assert said in refuse("bench", "--device", "cpu", *arguments)
+    assert "nothing called flax" in refuse("tune", "flax")
     assert {"attention", "flex", "projections"} <= set(tune.kinds())
     table = ("tune", "attention", "--device", "cpu", "--table", "--out", "none.json")
-    assert "no results in" in refuse(monkeypatch, capsys, *table)
+    assert "no results in" in refuse(*table)
 
 
-def test_outside_of_a_checkout(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_outside_of_a_checkout(monkeypatch: pytest.MonkeyPatch, refuse: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(benching, "ROOT", tmp_path)
     for command in (("bench",), ("tune", "attention")):
-        assert "clone the repository" in refuse(monkeypatch, capsys, *command)
+        assert "clone the repository" in refuse(*command)
 
 
 @pytest.mark.parametrize("kind", tune.kinds())

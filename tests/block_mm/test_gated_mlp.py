@@ -96,27 +96,22 @@ def test_glu() -> None:
     assert not check(lambda x, w: F.glu(F.linear(x, w), 0), (rand(16, 64), rand(64, 64))).fused("gated_mlp")
 
 
+def chunked(x: Any, w: Any) -> Any:
+    gate, up = F.linear(x, w).chunk(2, -1)
+    return F.silu(gate) * up
+
+
 @pytest.mark.parametrize(("rows", "asked"), [(16, True), (512, False)])
 def test_packed_is_measured_for_few_rows(rows: int, asked: bool) -> None:
     """The gains in the tables are against two linears; stock computes a packed one at once."""
-
-    def fn(x: Any, w: Any) -> Any:
-        gate, up = F.linear(x, w).chunk(2, -1)
-        return F.silu(gate) * up
-
-    seen = run(fn, (rand(rows, 64), rand(64, 64)), policy="profitable")
+    seen = run(chunked, (rand(rows, 64), rand(64, 64)), policy="profitable")
     (reason,) = (site.reason for site in seen.sites if site.fusion == "gated_mlp")
     assert ("gate and up are one linear" not in reason) == asked, reason
 
 
 def test_packed_in_training() -> None:
     """The backward reads what is taken apart: one linear stays, as it is."""
-
-    def fn(x: Any, w: Any) -> Any:
-        gate, up = F.linear(x, w).chunk(2, -1)
-        return F.silu(gate) * up
-
-    seen = check(fn, (rand(16, 64).requires_grad_(), rand(64, 64).requires_grad_()), train=True, budget=2.0)
+    seen = check(chunked, (rand(16, 64), rand(64, 64)), train=True, budget=2.0)
     assert seen.codes("gated_mlp")[0] == "used-elsewhere"
 
 

@@ -16,6 +16,7 @@ from inductor_fusions.block_mm.problem import Problem
 from inductor_fusions.fusions import norm_linear
 from tests.block_mm.support import GatedMLP, Linears, check, rand, run
 from tests.support.arguments import named
+from tests.support.modules import Module
 
 BF16 = torch.bfloat16
 
@@ -125,21 +126,10 @@ def test_gated_mlp() -> None:
 def test_adapter() -> None:
     """The second product of the group reads something else."""
 
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base, self.up = nn.Linear(64, 96), nn.Linear(16, 96, bias=False)
-
-        def forward(self, x: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-            return self.base(x) + 2 * self.up(low)
-
-    norm, adapted = Llama().to(BF16), Adapted().to(BF16)
-
-    def fn(x: Any, low: Any) -> Any:
-        return adapted(norm(x), low)
-
+    parts = {"norm": Llama(), "base": nn.Linear(64, 96), "up": nn.Linear(16, 96, bias=False)}
+    adapted = Module(lambda net, x, low: net.base(net.norm(x)) + 2 * net.up(low), parts).to(BF16)
     with torch.no_grad():
-        seen = run(fn, (rand(1, 64, grad=False), rand(1, 16, grad=False)))
+        seen = run(adapted, (rand(1, 64, grad=False), rand(1, 16, grad=False)))
     assert seen.fused("norm_linear") == 1
 
 

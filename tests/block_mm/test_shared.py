@@ -13,6 +13,7 @@ from torch import nn
 from tests.block_mm.support import Linears, check, rand, run
 from tests.support import padding
 from tests.support.arguments import named
+from tests.support.modules import Module
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -183,18 +184,15 @@ def test_operand_of_another_product(fn: Any, reason: str) -> None:
 def test_keys_and_values_of_all_decoder_layers() -> None:
     """Cross-attention: as one group where they are kept anyway, as in training."""
 
-    class Decoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.keys = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3))
-            self.queries = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3))
+    def decoder(net: Any, x: Any, memory: Any) -> Any:
+        for q, k in zip(net.queries, net.keys, strict=True):
+            x = x + torch.softmax(q(x) @ k(memory).t(), -1) @ memory
+        return x
 
-        def forward(self, x: Any, memory: Any) -> Any:
-            for q, k in zip(self.queries, self.keys, strict=True):
-                x = x + torch.softmax(q(x) @ k(memory).t(), -1) @ memory
-            return x
-
-    model = Decoder().bfloat16()
+    parts = {
+        name: nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3)) for name in ("keys", "queries")
+    }
+    model = Module(decoder, parts).bfloat16()
     trained = check(model, (rand(64, 32), rand(64, 32)), train=True, budget=2.0)
     assert max(len(named(call).a) for call in trained.calls(0)) == 3
 
@@ -264,16 +262,12 @@ def test_symbolic_sizes_of_operands_move_with_them() -> None:
 def test_input_that_is_an_output_of_another_group() -> None:
     """The second group reads what the first was fused into."""
 
-    class Chained(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Linears(64, (64, 32)), Linears(64, (32, 48))
+    def chained(net: Any, x: Any) -> Any:
+        y, z = net.first(x)
+        return y, z, *net.second(y)
 
-        def forward(self, x: Any) -> Any:
-            y, z = self.first(x)
-            return y, z, *self.second(y)
-
-    seen = check(Chained().bfloat16(), (rand(16, 64),), train=True)
+    parts = {"first": Linears(64, (64, 32)), "second": Linears(64, (32, 48))}
+    seen = check(Module(chained, parts).bfloat16(), (rand(16, 64),), train=True)
     assert seen.fused("qkv") >= 2 and len(seen.calls()) == 2
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,8 +20,9 @@ from inductor_fusions import cli, config
 from inductor_fusions.cli import environment, models
 from inductor_fusions.decisions import tables
 from inductor_fusions.fusions import ALL
-from tests.support.command_line import refuse
 from tests.support.processes import start
+
+Refuse = Callable[..., str]
 
 TINY = """
 import torch
@@ -278,13 +280,11 @@ def test_models_of_every_kind() -> None:
     assert inputs("bit", "pixel_values") == {"pixel_values"}
 
 
-def test_explain_refuses_what_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_refuses_what_does_not_fit(monkeypatch: pytest.MonkeyPatch, refuse: Refuse) -> None:
     """With what to do, before anything is built."""
     pytest.importorskip("transformers")
     monkeypatch.setattr(os, "sysconf", lambda name: 1 << 10)
-    assert "--layers 2" in refuse(monkeypatch, capsys, "explain", "BertConfig")
+    assert "--layers 2" in refuse("explain", "BertConfig")
 
 
 def test_explain_reports_a_model_that_does_not_run(tiny: str) -> None:
@@ -319,23 +319,15 @@ def test_explain_reports_a_model_that_does_not_run(tiny: str) -> None:
     (["tune", "attention", "--budget", "-1"], "budget"),
     (["tune"], "tune needs a KIND: attention"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
-def test_mistakes_are_one_line(
-    arguments: list[str],
-    says: str,
-    tiny: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_mistakes_are_one_line(arguments: list[str], says: str, tiny: str, refuse: Refuse) -> None:
     if arguments[-1] != "--yaml":
         pytest.importorskip("transformers")
-    assert says in refuse(monkeypatch, capsys, *arguments)
+    assert says in refuse(*arguments)
 
 
-def test_a_file_that_may_not_be_written(
-    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_may_not_be_written(tiny: str, monkeypatch: pytest.MonkeyPatch, refuse: Refuse) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    said = refuse(monkeypatch, capsys, "explain", f"{tiny}:make", "--html", "page.html")
+    said = refuse("explain", f"{tiny}:make", "--html", "page.html")
     assert "--html: no permission to write page.html" in said
 
 
@@ -353,9 +345,9 @@ def test_output_that_cannot_be_written(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_no_cuda_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_cuda_device(refuse: Refuse) -> None:
     pytest.importorskip("transformers")
-    assert "no CUDA device" in refuse(monkeypatch, capsys, "demo", "--device", "cuda")
+    assert "no CUDA device" in refuse("demo", "--device", "cuda")
 
 
 def test_bad_environment_is_one_line() -> None:

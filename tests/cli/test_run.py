@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from inductor_fusions import Site, cli, config, testing
 from inductor_fusions.checking import bisecting
 from inductor_fusions.driver import passes
-from tests.support.command_line import refuse
 from tests.support.processes import start
 
 #: Compiles six attentions, with the passes alone, and says what it was started with.
@@ -129,14 +128,10 @@ def test_under_torchrun(folder: Path) -> None:
     (["bisect", "--by", "magic", "train.py"], "magic"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_mistakes_are_one_line(
-    arguments: list[str],
-    says: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], says: str, folder: Path, monkeypatch: pytest.MonkeyPatch, refuse: Callable[..., str]
 ) -> None:
     monkeypatch.chdir(folder)
-    assert says in refuse(monkeypatch, capsys, *arguments)
+    assert says in refuse(*arguments)
 
 
 # -- INDUCTOR_FUSIONS_MAX -------------------------------------------------------------------------
@@ -211,23 +206,17 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     return replace
 
 
+@pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize("total", [1, 2, 7, 24])
-def test_every_site_is_found(total: int, simulated: Callable) -> None:
+def test_every_site_is_found(total: int, killed: bool, simulated: Callable) -> None:
+    """A run that is killed has no report: its site is the first one that the last right run leaves out."""
     for wrong in range(1, total + 1):
-        asked = simulated(total, lambda count, wrong=wrong: (int(count >= wrong), ""))
+        asked = simulated(total, lambda count, w=wrong: ((-11 if killed else 1) if count >= w else 0, ""))
         found = bisecting.bisect(["train.py"], [])
-        assert (found.number, found.sites, found.site.node) == (wrong, total, f"n{wrong - 1}")
-        assert len(asked) <= 2 + total.bit_length()
-
-
-@pytest.mark.parametrize("total", [1, 2, 7, 24])
-def test_a_site_that_kills_the_process_is_found(total: int, simulated: Callable) -> None:
-    """Such a run has no report: its site is the first one that the last right run leaves out."""
-    for wrong in range(1, total + 1):
-        asked = simulated(total, lambda count, wrong=wrong: (-11 if count >= wrong else 0, ""))
-        found = bisecting.bisect(["train.py"], [])
-        assert (found.number, found.sites, found.site.node) == (wrong, None, f"n{wrong - 1}")
-        assert len(asked) <= 3 + 2 * total.bit_length() and "None" not in str(found)
+        sites = None if killed else total
+        assert (found.number, found.sites, found.site.node) == (wrong, sites, f"n{wrong - 1}")
+        assert len(asked) <= (3 + 2 * total.bit_length() if killed else 2 + total.bit_length())
+        assert not killed or "None" not in str(found)
 
 
 def test_by_output(simulated: Callable) -> None:

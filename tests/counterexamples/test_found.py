@@ -107,13 +107,9 @@ def test_keys_in_another_order(train: bool) -> None:
 
 def test_values_that_are_repeated_in_memory_have_gradients_of_their_own() -> None:
     """An input with a stride of 0 is a leaf: what is kept for the backward is not one of its repetitions."""
-
-    def attention(q: Any, k: Any, v: Any) -> Any:
-        return torch.softmax(q @ k.mT * 0.3, dim=-1) @ v
-
     q, k, _ = qkv(7, 13)
     v = torch.randn(1, *k.shape[1:]).expand_as(k).detach().requires_grad_()
-    check(attention, (q, k, v), slack=4.0)
+    check(lambda q, k, v: torch.softmax(q @ k.mT * 0.3, dim=-1) @ v, (q, k, v), slack=4.0)
 
 
 class Tagged(torch.Tensor):

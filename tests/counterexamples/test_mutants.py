@@ -42,10 +42,6 @@ def triangle(q: Any, k: Any, v: Any) -> Any:
     return torch.matmul(F.softmax(scores, dim=-1, dtype=torch.float32), v)
 
 
-def biased(q: Any, k: Any, v: Any, bias: Any) -> Any:
-    return torch.softmax(torch.add(q @ k.permute(0, 1, 3, 2) * 0.7, bias), -1) @ v
-
-
 def heads_behind(q: Any, k: Any, v: Any) -> Any:
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     weights = torch.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k) * 0.5, dim=-1)
@@ -86,7 +82,10 @@ def call_grouped(q: Any, k: Any, v: Any, seen: Any) -> Any:
 ATTENTIONS: dict[str, tuple[Callable[..., Any], Callable[[], list[Any]]]] = {
     "causal": (causal, tensors),
     "triangle": (triangle, tensors),
-    "biased": (biased, lambda: tensors(4)),
+    "biased": (
+        lambda q, k, v, bias: torch.softmax(torch.add(q @ k.permute(0, 1, 3, 2) * 0.7, bias), -1) @ v,
+        lambda: tensors(4),
+    ),
     "heads_behind": (heads_behind, tensors),
     "flat": (flat, lambda: tensors(4)),
     "grouped": (grouped, tensors),

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.support.modules import Module
+
 SAMPLES, F, D = 6, 5, 8
 LI = [i for i in range(F) for j in range(i)]
 LJ = [j for i in range(F) for j in range(i)]
@@ -151,17 +153,6 @@ def two_readers(x: Any, t: Any) -> Any:
     return torch.cat([x, z[:, LI, LJ]], 1), z.sum()
 
 
-class Flattened(nn.Module):
-    """As in NVIDIA's DLRM: cells of the flattened products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("cells", torch.tensor([i * F + j for i in range(F) for j in range(i)]))
-
-    def forward(self, x: Any, t: Any) -> Any:
-        return torch.cat((x, products(t).view(-1, F * F)[:, self.cells]), dim=1)
-
-
 #: Pairs that are no triangle, or of which the graph does not say which they are.
 GIVEN: dict[str, Function] = {
     "other pairs": lambda x, t: products(t)[:, [1, 2, 2], [0, 0, 0]],
@@ -174,7 +165,11 @@ GIVEN: dict[str, Function] = {
     "rows and columns turned": with_indices(lambda: torch.tril_indices(F, F, -1).flip(0)),
     "computed": with_indices(lambda: torch.tril_indices(F, F, -1) * 1),
     "a buffer": Buffers(),
-    "flattened, a buffer": Flattened(),
+    # As in NVIDIA's DLRM: cells of the flattened products.
+    "flattened, a buffer": Module(
+        lambda net, x, t: torch.cat((x, products(t).view(-1, F * F)[:, net.cells]), dim=1),
+        {"cells": torch.tensor([i * F + j for i in range(F) for j in range(i)])},
+    ),
     "flattened": lambda x, t: products(t).flatten(1)[:, torch.tensor(LI) * F + torch.tensor(LJ)],
     "selected": lambda x, t: products(t).reshape(-1, F * F).index_select(1, torch.tensor([3, 3, 24])),
     "two gathers": lambda x, t: torch.cat([x, (t[:, [0, 1, 1]] * t[:, [2, 3, 3]]).sum(-1)], 1),

@@ -25,6 +25,7 @@ from tests.dot_interaction.forms import (
     own,
     products,
 )  # fmt: skip
+from tests.support.modules import Module
 
 
 @pytest.fixture(autouse=True)
@@ -55,28 +56,20 @@ def test_spelling(name: str) -> None:
     assert run.ours.fused[0].fusion == "dot_interaction"
 
 
-class Tables(nn.Module):
-    """Features from one linear, so that their number and width are those of its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, F * D)
-
-    def forward(self, x: Any) -> Any:
-        t = self.linear(x).view(-1, F, D)
-        i, j = torch.tril_indices(F, F, -1)
-        return torch.cat([x, products(t)[:, i, j]], 1)
-
-
 def test_features_that_change() -> None:
     check(SPELLINGS["lists"], operands(), dynamic=True, fused=0, reason="is symbolic")
 
 
 def test_samples_that_change_are_not_measured() -> None:
-    check(
-        Tables(), (rand(SAMPLES, D),), dynamic=True, policy="profitable", fused=0,
-        reason="the number of samples is symbolic",
-    )  # fmt: skip
+    """Features from one linear, so that their number and width are those of its weight."""
+
+    def tables(net: Any, x: Any) -> Any:
+        t = net.linear(x).view(-1, F, D)
+        i, j = torch.tril_indices(F, F, -1)
+        return torch.cat([x, products(t)[:, i, j]], 1)
+
+    model, reason = Module(tables, {"linear": nn.Linear(D, F * D)}), "the number of samples is symbolic"
+    check(model, (rand(SAMPLES, D),), dynamic=True, policy="profitable", fused=0, reason=reason)
 
 
 def test_features_are_used_elsewhere() -> None:
@@ -84,17 +77,13 @@ def test_features_are_used_elsewhere() -> None:
     check(lambda x, t: (torch.cat([x, products(t)[:, LI, LJ]], 1), t.sum(), x * t[:, 0]), operands())
 
 
-@pytest.mark.parametrize("name", GIVEN)
-def test_given_pairs(name: str) -> None:
-    """The kernel takes the tensor; outputs and all gradients."""
-    run = check(GIVEN[name], operands())
-    assert run.ours.fused[0].kernel == "dot_pairs"
-
-
-@pytest.mark.parametrize("name", TRIANGLES)
-def test_triangles(name: str) -> None:
-    run = check(TRIANGLES[name], operands())
-    assert run.ours.fused[0].kernel == "dot_interaction"
+@pytest.mark.parametrize(("kernel", "name"), [
+    *(("dot_pairs", name) for name in GIVEN), *(("dot_interaction", name) for name in TRIANGLES),
+])  # fmt: skip
+def test_kernel(kernel: str, name: str) -> None:
+    """One takes the pairs as a tensor, the other knows them; outputs and all gradients."""
+    run = check((GIVEN if kernel == "dot_pairs" else TRIANGLES)[name], operands())
+    assert run.ours.fused[0].kernel == kernel
 
 
 @pytest.mark.parametrize("name", ["a buffer", "two gathers"])

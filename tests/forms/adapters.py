@@ -8,11 +8,46 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .linear_form import form, low_rank
+from .linear_form import form, forms, low_rank
 
 X = (2, 48, 64)
 #: x, the base, A and B of rank 8, as `F.linear` takes them.
 LORA = (X, "frozen 128x64", (8, 64), (128, 8))
+
+
+def of_addition(added: Any) -> Any:
+    """What is added to the base, a function of the input, A, B, and of what else there is."""
+    return lambda x, w, a, b, *further: F.linear(x, w) + added(x, a, b, *further)
+
+
+forms(*LORA, of=of_addition)(
+    # Python's `sum` adds the first one to 0.
+    mean_of_adapters_by_sum=(
+        lambda x, a, b, c, d: sum(F.linear(F.linear(x, p), q) for p, q in ((a, b), (c, d))) / 2,
+        (8, 64), (128, 8),
+    ),
+    # One scale for each rank.
+    lycoris_module_scale=(lambda x, a, b, scalar: F.linear(F.linear(x, a) * scalar, b), (8,)),
+    # Singular values between both, a count of ranks below.
+    adalora=(
+        lambda x, a, b, e, ranknum: (x @ (a * e[:, None]).T @ b.T) * 16 / (ranknum.abs() + 1e-5), (8,), (1,),
+    ),
+    # Vectors between A and B, and behind B.
+    vera=(lambda x, a, b, d, e: e * F.linear(d * F.linear(x, a), b), (8,), (128,)),
+    # One batch for several adapters: a mask of samples.
+    adapter_of_some_samples=(
+        lambda x, a, b, which: F.linear(F.linear(x, a), b) * (which == 1).to(x.dtype)[:, None, None],
+        lambda: torch.tensor([0, 1]),
+    ),
+    adapter_of_some_tokens=(
+        lambda x, a, b, seen: F.linear(F.linear(x, a), b) * 2.0 * seen,
+        lambda: torch.arange(96).view(2, 48, 1) % 5 > 0,
+    ),
+    # AdapterHub's parallel adapters: an activation between both.
+    adapter_activation=lambda x, a, b: F.linear(F.relu(F.linear(x, a)), b) * 4.0,
+    # Its gate, a factor of shape (1,).
+    adapterhub_gate=(lambda x, a, b, gate: F.linear(F.linear(x, a), b) * 2.0 * gate, (1,)),
+)  # fmt: skip
 
 
 @form(*LORA)
@@ -34,12 +69,6 @@ def lycoris_difference_of_weights(x: Any, w: Any, a: Any, b: Any, scalar: Any) -
     base = w.detach()
     merged = base + (b @ a).view(w.shape) * scalar * 0.5
     return F.linear(x, w) + F.linear(x, merged - base)
-
-
-@form(*LORA, (8, 64), (128, 8))
-def mean_of_adapters_by_sum(x: Any, w: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Python's `sum` adds the first one to 0."""
-    return F.linear(x, w) + sum(F.linear(F.linear(x, p), q) for p, q in ((a, b), (c, d))) / 2
 
 
 @form(*LORA, left=(2, 2), reasons=("no-base", "no-base"))
@@ -72,36 +101,11 @@ def kohya_dropout(x: Any, w: Any, a: Any, b: Any) -> Any:
     return F.linear(x, w) + F.linear(lx, b) * 1.0 * 0.5
 
 
-@form(*LORA, (2, 8))
-def kohya_rank_dropout(x: Any, w: Any, a: Any, b: Any, drawn: Any) -> Any:
-    """Ranks of a sample are dropped: a mask of (samples, rank) for all tokens."""
-    lx = F.linear(x, a) * (drawn > 0.2).to(x.dtype).unsqueeze(1)
-    return F.linear(x, w) + F.linear(lx, b) * (0.5 / 0.8)
-
-
 @form(*LORA, (128,), random=True)
 def kohya_bias(x: Any, w: Any, a: Any, b: Any, c: Any) -> Any:
     """The base has a bias."""
     lx = F.dropout(F.linear(x, a), 0.1, torch.is_grad_enabled())
     return F.linear(x, w, c) + F.linear(lx, b) * 0.5
-
-
-@form(*LORA, (8,))
-def lycoris_module_scale(x: Any, w: Any, a: Any, b: Any, scalar: Any) -> Any:
-    """One scale for each rank."""
-    return F.linear(x, w) + F.linear(F.linear(x, a) * scalar, b)
-
-
-@form(*LORA, (8,), (1,))
-def adalora(x: Any, w: Any, a: Any, b: Any, e: Any, ranknum: Any) -> Any:
-    """Singular values between both, a count of ranks below."""
-    return F.linear(x, w) + (x @ (a * e[:, None]).T @ b.T) * 16 / (ranknum.abs() + 1e-5)
-
-
-@form(*LORA, (8,), (128,))
-def vera(x: Any, w: Any, a: Any, b: Any, d: Any, e: Any) -> Any:
-    """Vectors between A and B, and behind B."""
-    return F.linear(x, w) + e * F.linear(d * F.linear(x, a), b)
 
 
 @form(X, "frozen 64x128", (64, 8), (8, 128))
@@ -127,17 +131,6 @@ def hydra(x: Any, w: Any, a: Any, b: Any, d: Any, router: Any) -> Any:
     return F.linear(x, w) + gates[:, :, :1] * F.linear(narrow, b) + gates[:, :, 1:] * F.linear(narrow, d)
 
 
-@form(*LORA, lambda: torch.tensor([0, 1]))
-def adapter_of_some_samples(x: Any, w: Any, a: Any, b: Any, which: Any) -> Any:
-    """One batch for several adapters: a mask of samples."""
-    return F.linear(x, w) + F.linear(F.linear(x, a), b) * (which == 1).to(x.dtype)[:, None, None]
-
-
-@form(*LORA, lambda: torch.arange(96).view(2, 48, 1) % 5 > 0)
-def adapter_of_some_tokens(x: Any, w: Any, a: Any, b: Any, seen: Any) -> Any:
-    return F.linear(x, w) + F.linear(F.linear(x, a), b) * 2.0 * seen
-
-
 @form(*LORA, (48, 128), left=(1, 1), reasons=("multiplied by a tensor", "used-elsewhere"))
 def adapter_times_a_matrix(x: Any, w: Any, a: Any, b: Any, gate: Any) -> Any:
     return F.linear(x, w) + F.linear(F.linear(x, a), b) * gate
@@ -155,18 +148,6 @@ def delora(x: Any, w: Any, a: Any, b: Any, strength: Any) -> Any:
     """The narrow result is normalised by the norms of the columns."""
     scaling = strength / (a.norm(dim=1) * b.norm(dim=0)).clamp(min=1e-4)
     return F.linear(x, w) + F.linear(F.linear(x, a) * scaling, b)
-
-
-@form(*LORA)
-def adapter_activation(x: Any, w: Any, a: Any, b: Any) -> Any:
-    """AdapterHub's parallel adapters: an activation between both."""
-    return F.linear(x, w) + F.linear(F.relu(F.linear(x, a)), b) * 4.0
-
-
-@form(*LORA, (1,))
-def adapterhub_gate(x: Any, w: Any, a: Any, b: Any, gate: Any) -> Any:
-    """A factor of shape (1,)."""
-    return F.linear(x, w) + F.linear(F.linear(x, a), b) * 2.0 * gate
 
 
 @form(X, "frozen 64x64", (8, 64), (64, 8), left=(1, 1))
@@ -358,3 +339,10 @@ class Peft(nn.Module):
 
 
 form(X, random=True)(Peft)
+
+
+@form(*LORA, (2, 8))
+def kohya_rank_dropout(x: Any, w: Any, a: Any, b: Any, drawn: Any) -> Any:
+    """Ranks of a sample are dropped: a mask of (samples, rank) for all tokens."""
+    lx = F.linear(x, a) * (drawn > 0.2).to(x.dtype).unsqueeze(1)
+    return F.linear(x, w) + F.linear(lx, b) * (0.5 / 0.8)

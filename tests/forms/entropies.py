@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
-from .linear_form import form
+from .linear_form import form, forms
 from .losses import HEAD
 
 _LEFT: dict[str, Any] = {"left": (1, 1), "reasons": ("used-elsewhere", "used-elsewhere")}
@@ -35,25 +35,53 @@ def picked(logits: Any, y: Any) -> Any:
     return torch.stack([F.log_softmax(each, dim=-1).gather(-1, label) for each, label in pairs]).squeeze(-1)
 
 
-@form(*HEAD)
-def entropy_alone(h: Any, w: Any, y: Any) -> Any:
-    return entropy(F.linear(h, w).float() / 0.7)
+def of_logits(made: Any) -> Any:
+    """Of the logits of a linear, and of the labels."""
+    return lambda h, w, y, *bias: made(F.linear(h, w, *bias), y)
 
 
-@form(*HEAD, (80,))
-def entropy_alone_of_chunks(h: Any, w: Any, y: Any, c: Any) -> Any:
-    return entropy_of_chunks(F.linear(h, w, c)[:, 1:])
+def of_logs(summed: Any) -> Any:
+    """Of log-probabilities."""
+    return lambda h, w, y: summed(F.log_softmax(F.linear(h, w), -1))
+
+
+forms(*HEAD, of=of_logits)(
+    entropy_alone=lambda logits, y: entropy(logits.float() / 0.7),
+    entropy_alone_of_chunks=(lambda logits, y: entropy_of_chunks(logits[:, 1:]), (80,)),
+    categorical=lambda logits, y: torch.distributions.Categorical(None, logits, False).entropy(),
+    entropy_of_some_rows=lambda logits, y: (
+        F.cross_entropy(logits.mT, y, reduction="none"), entropy(logits[:, -3:]), entropy(logits[1]),
+    ),
+    entropy_of_a_padded_vocabulary=(
+        lambda logits, y: (F.cross_entropy(logits[..., :72].mT, y), entropy(logits[..., :72])), (80,),
+    ),
+)  # fmt: skip
+forms(*HEAD, of=of_logits, left=(1, 1), reasons=("used-elsewhere", "used-elsewhere"))(
+    # An option of verl.
+    checkpointed_entropy=lambda logits, y: (
+        picked(logits, y), torch.utils.checkpoint.checkpoint(entropy, logits, use_reentrant=False),
+    ),
+    entropy_of_more_rows=lambda logits, y: (F.cross_entropy(logits[:, 1:].mT, y[:, 1:]), entropy(logits)),
+    entropy_of_other_logits=lambda logits, y: (picked(logits, y), entropy(logits * 2)),
+    entropy_of_some_classes=lambda logits, y: (picked(logits, y), entropy(logits[..., :72])),
+    # Some logits would be computed twice, or some for nothing.
+    entropies_that_overlap=lambda logits, y: (entropy(logits[0]), entropy(logits[:, 3:8])),
+    entropy_and_its_probabilities=lambda logits, y: (
+        -((p := (logs := F.log_softmax(logits, -1)).exp()) * logs).sum(-1), p,
+    ),
+)  # fmt: skip
+forms(*HEAD, of=of_logs, left=(1, 1), reasons=("losses of one label",) * 2)(
+    # The gradient is another one.
+    constant_probabilities=lambda logs: -(logs.exp().detach() * logs).sum(-1),
+    mean_over_the_classes=lambda logs: (logs.exp() * logs).mean(-1),
+    sum_over_all=lambda logs: -(logs.exp() * logs).sum(),
+)
 
 
 @form(*HEAD)
 def mean_of_a_capped_entropy(h: Any, w: Any, y: Any) -> Any:
     logits = 3 * torch.tanh(F.linear(h, w).float() / 3)
     return (F.softmax(logits, -1) * -F.log_softmax(logits, -1)).sum(-1, keepdim=True).mean()
-
-
-@form(*HEAD)
-def categorical(h: Any, w: Any, y: Any) -> Any:
-    return torch.distributions.Categorical(logits=F.linear(h, w), validate_args=False).entropy()
 
 
 @form(*HEAD)
@@ -116,12 +144,6 @@ def loss_and_entropy_of_detached_logits(h: Any, w: Any, y: Any) -> Any:
     return loss, entropy(logits.detach())
 
 
-@form(*HEAD)
-def entropy_of_some_rows(h: Any, w: Any, y: Any) -> Any:
-    logits = F.linear(h, w)
-    return F.cross_entropy(logits.mT, y, reduction="none"), entropy(logits[:, -3:]), entropy(logits[1])
-
-
 @form(*HEAD, left=(1, 1), reasons=("overwritten", "overwritten"))
 def a_cast_that_is_overwritten(h: Any, w: Any, y: Any) -> Any:
     logits = F.linear(h, w)
@@ -149,12 +171,6 @@ def rows_that_are_gathered(h: Any, w: Any, y: Any) -> Any:
     return F.cross_entropy(logits, y.flatten()[some], reduction="none"), entropy(logits[1:])
 
 
-@form(*HEAD, (80,))
-def entropy_of_a_padded_vocabulary(h: Any, w: Any, y: Any, c: Any) -> Any:
-    logits = F.linear(h, w, c)
-    return F.cross_entropy(logits[..., :72].mT, y), entropy(logits[..., :72])
-
-
 @form(*HEAD)
 def bonus_in_front_of_views_of_the_labels(h: Any, w: Any, y: Any) -> Any:
     logits = F.linear(h, w).flatten(0, 1)
@@ -176,45 +192,6 @@ def bonus_in_front_of_the_labels(h: Any, w: Any, y: Any) -> Any:
     return F.cross_entropy(logits.mT, y.roll(1, 1)) - bonus
 
 
-@form(*HEAD, left=(1, 1), reasons=("used-elsewhere", "used-elsewhere"))
-def checkpointed_entropy(h: Any, w: Any, y: Any) -> Any:
-    """An option of verl."""
-    logits = F.linear(h, w)
-    return picked(logits, y), torch.utils.checkpoint.checkpoint(entropy, logits, use_reentrant=False)
-
-
-@form(*HEAD, **_LEFT)
-def entropy_of_more_rows(h: Any, w: Any, y: Any) -> Any:
-    logits = F.linear(h, w)
-    return F.cross_entropy(logits[:, 1:].mT, y[:, 1:]), entropy(logits)
-
-
-@form(*HEAD, **_LEFT)
-def entropy_of_other_logits(h: Any, w: Any, y: Any) -> Any:
-    logits = F.linear(h, w)
-    return picked(logits, y), entropy(logits * 2)
-
-
-@form(*HEAD, **_LEFT)
-def entropy_of_some_classes(h: Any, w: Any, y: Any) -> Any:
-    logits = F.linear(h, w)
-    return picked(logits, y), entropy(logits[..., :72])
-
-
-@form(*HEAD, **_LEFT)
-def entropies_that_overlap(h: Any, w: Any, y: Any) -> Any:
-    """Some logits would be computed twice, or some for nothing."""
-    logits = F.linear(h, w)
-    return entropy(logits[0]), entropy(logits[:, 3:8])
-
-
-@form(*HEAD, **_LEFT)
-def entropy_and_its_probabilities(h: Any, w: Any, y: Any) -> Any:
-    logs = F.log_softmax(F.linear(h, w), -1)
-    p = logs.exp()
-    return -(p * logs).sum(-1), p
-
-
 @form(*HEAD, left=(0, 1), reasons=("", "used-elsewhere"))
 def bonus_beside_what_is_watched(h: Any, w: Any, y: Any) -> Any:
     """The log-probabilities take no gradient, and the entropy does."""
@@ -230,31 +207,12 @@ def cross_entropy_of_two_temperatures(h: Any, w: Any, y: Any) -> Any:
     return -(F.softmax(logits * 2, -1) * F.log_softmax(logits, -1)).sum(-1)
 
 
-@form(*HEAD, **_REPORTED)
-def constant_probabilities(h: Any, w: Any, y: Any) -> Any:
-    """The gradient is another one."""
-    logs = F.log_softmax(F.linear(h, w), -1)
-    return -(logs.exp().detach() * logs).sum(-1)
-
-
 @form(*HEAD, left=(0, 1), reasons=("", "losses of one label"))
 def probabilities_without_gradient(h: Any, w: Any, y: Any) -> Any:
     logits = F.linear(h, w)
     with torch.no_grad():
         p = F.softmax(logits, -1)
     return -(p * F.log_softmax(logits, -1)).sum(-1)
-
-
-@form(*HEAD, **_REPORTED)
-def mean_over_the_classes(h: Any, w: Any, y: Any) -> Any:
-    logs = F.log_softmax(F.linear(h, w), -1)
-    return (logs.exp() * logs).mean(-1)
-
-
-@form(*HEAD, **_REPORTED)
-def sum_over_all(h: Any, w: Any, y: Any) -> Any:
-    logs = F.log_softmax(F.linear(h, w), -1)
-    return -(logs.exp() * logs).sum()
 
 
 @form(*HEAD, left=(1, 1), reasons=("probabilities", "probabilities"))

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.support.modules import Module
+
 #: q, k and v, (batch, heads, length, dim).
 QKV = ((2, 4, 9, 8),) * 3
 
@@ -46,27 +48,6 @@ class Form:
         return function, tuple(argument(spec) for spec in self.specs)
 
 
-class Module(nn.Module):
-    """A module of parts.
-
-    Args:
-        compute: what it computes: a function of the module and of the arguments.
-        parts: its modules, parameters and buffers, by name.
-    """
-
-    def __init__(self, compute: Callable[..., Any], parts: dict[str, Any]) -> None:
-        super().__init__()
-        self.compute = compute
-        for name, part in parts.items():
-            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
-                self.register_buffer(name, part)
-            else:
-                setattr(self, name, part)
-
-    def forward(self, *args: Any) -> Any:
-        return self.compute(self, *args)
-
-
 def named(names: str, parts: Iterable[Any]) -> dict[str, Any]:
     """Parts by their names."""
     return dict(zip(names.split(), parts, strict=True))
@@ -80,16 +61,34 @@ def argument(spec: Spec) -> Any:
 def collector(table: dict[str, Any], kind: Callable[..., Any]) -> Callable[..., Callable[[Any], Any]]:
     """A decorator that adds a function or a class to `table`, under its name, as a form of this kind."""
 
-    def form(*specs: Any, **options: Any) -> Callable[[Any], Any]:
+    def form(*specs: Any, name: str = "", **options: Any) -> Callable[[Any], Any]:
         def add(made: Any) -> Any:
-            name = made.__name__
-            assert name not in table, name
-            table[name] = kind(name, made, specs, **options)
+            known = name or made.__name__
+            assert known not in table, known
+            table[known] = kind(known, made, specs, **options)
             return made
 
         return add
 
     return form
+
+
+def tables(form: Callable[..., Any]) -> Callable[..., Callable[..., None]]:
+    """`forms(*specs, **options)(name=row, ...)`: the `form`s of a table, which have these options in common.
+
+    A row is a function, or a tuple of a function and further arguments. With `of`, it is what differs from
+    form to form, and `of` makes the function of it.
+    """
+
+    def forms(*specs: Any, of: Callable[[Any], Any] = lambda row: row, **options: Any) -> Callable[..., None]:
+        def add(**rows: Any) -> None:
+            for name, row in rows.items():
+                function, *further = row if isinstance(row, tuple) else (row,)
+                form(*specs, *further, name=name, **options)(of(function))
+
+        return add
+
+    return forms
 
 
 def linears(width: int, *out: int, bias: bool = False) -> nn.ModuleList:
@@ -119,3 +118,4 @@ def some() -> torch.Tensor:
 
 FORMS: dict[str, Form] = {}
 form = collector(FORMS, Form)
+forms = tables(form)

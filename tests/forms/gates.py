@@ -7,10 +7,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .linear_form import form
+from .linear_form import form, forms
 
 X = (2, 48, 64)
 PACKED = (X, "frozen 256x64")
+TWO = (X, "frozen 128x64", "frozen 128x64")
 
 
 @form(*PACKED, left=(0, 1), reasons=("", "used-elsewhere"))
@@ -145,9 +146,18 @@ def cubed_relu(x: Any, w: Any, v: Any) -> Any:
     return F.relu(F.linear(x, w)) ** 3 * F.linear(x, v)
 
 
-@form(X, "frozen 128x64", "frozen 128x64", reasons=("", "used-elsewhere"))
-def squared_relu(x: Any, w: Any, v: Any) -> Any:
-    return F.relu(F.linear(x, w)).square() * F.linear(x, v)
+forms(*TWO, reasons=("", "used-elsewhere"))(
+    squared_relu=lambda x, w, v: F.relu(F.linear(x, w)).square() * F.linear(x, v),
+    twice_the_gate=lambda x, w, v: 2 * torch.sigmoid(F.linear(x, w)) * F.linear(x, v),
+    scaled_columns_of_the_linear=(lambda x, w, v, s: F.silu(F.linear(x, w)) * (F.linear(x, v) * s), (128,)),
+    bias_of_the_gate_by_itself=(lambda x, w, v, b: F.silu(x @ w.t() + b) * (x @ v.t()), "frozen 128"),
+    # No activation at all.
+    bilinear=lambda x, w, v: F.linear(x, w) * F.linear(x, v),
+    # The gated linear units of time series.
+    glu_of_two_beside_each_other=lambda x, w, v: F.glu(
+        torch.cat((F.linear(x, w), F.linear(x, v)), dim=-1), dim=-1
+    ),
+)
 
 
 @form(X, "frozen 64x128", "frozen 64x128")
@@ -198,16 +208,6 @@ def masked_gate_of_triangles(x: Any, w: Any, b: Any, v: Any, mask: Any) -> Any:
     return mask * torch.sigmoid(F.linear(x, w, b)) * F.linear(x, v)
 
 
-@form(X, "frozen 128x64", "frozen 128x64", reasons=("", "used-elsewhere"))
-def twice_the_gate(x: Any, w: Any, v: Any) -> Any:
-    return 2 * torch.sigmoid(F.linear(x, w)) * F.linear(x, v)
-
-
-@form(X, "frozen 128x64", "frozen 128x64", (128,), reasons=("", "used-elsewhere"))
-def scaled_columns_of_the_linear(x: Any, w: Any, v: Any, s: Any) -> Any:
-    return F.silu(F.linear(x, w)) * (F.linear(x, v) * s)
-
-
 @form((96, 64), (96, 64), (64, 64), (64,), (64, 64), reasons=("", "used-elsewhere"))
 def gated_cross(x0: Any, x: Any, w: Any, b: Any, v: Any) -> Any:
     """GDCN."""
@@ -232,11 +232,6 @@ def packed_bias_by_itself(x: Any, w: Any, b: Any) -> Any:
     return F.silu(gate) * up
 
 
-@form(X, "frozen 128x64", "frozen 128x64", "frozen 128", reasons=("", "used-elsewhere"))
-def bias_of_the_gate_by_itself(x: Any, w: Any, v: Any, b: Any) -> Any:
-    return F.silu(x @ w.t() + b) * (x @ v.t())
-
-
 @form(*PACKED, (48, 1), left=(1, 1))
 def packed_with_a_number_of_each_row(x: Any, w: Any, c: Any) -> Any:
     gate, up = (F.linear(x, w) + c).chunk(2, dim=-1)
@@ -248,12 +243,6 @@ def gate_of_a_modulated_input(x: Any, c: Any, w: Any) -> Any:
     """The input is in memory for the linear alone, and the parts of its result are no copies."""
     gate, up = F.linear(x * (1 + c), w).chunk(2, dim=-1)
     return up * F.gelu(gate)
-
-
-@form(X, "frozen 128x64", "frozen 128x64", reasons=("", "used-elsewhere"))
-def bilinear(x: Any, w: Any, v: Any) -> Any:
-    """No activation at all."""
-    return F.linear(x, w) * F.linear(x, v)
 
 
 @form(X, X, "frozen 128x64", "frozen 128x64", left=(2, 2))
@@ -315,7 +304,6 @@ def sum_of_linears_times_a_state(x: Any, h: Any, w: Any, v: Any) -> Any:
     return torch.sigmoid(F.linear(x, w) + F.linear(h, v)) * h.repeat(1, 2)
 
 
-#: Of gMLP: a linear, the matrix of tokens, and its bias.
 @form(X, (2, 64), "frozen 128x64", "frozen 64x64", left=(1, 1))
 def gate_of_all_tokens(x: Any, c: Any, w: Any, o: Any) -> Any:
     """A transformer of diffusion: one gate for all tokens of a sample, of which nothing is said."""
@@ -337,15 +325,6 @@ def one_more_than_a_linear(x: Any, w: Any, v: Any) -> Any:
 def functions_of_two_inputs(x: Any, y: Any, w: Any, v: Any) -> Any:
     """GMU, MUTAN."""
     return torch.tanh(F.linear(x, w)) * torch.sigmoid(F.linear(y, v))
-
-
-TWO = (X, "frozen 128x64", "frozen 128x64")
-
-
-@form(*TWO, reasons=("", "used-elsewhere"))
-def glu_of_two_beside_each_other(x: Any, w: Any, v: Any) -> Any:
-    """The gated linear units of time series."""
-    return F.glu(torch.cat((F.linear(x, w), F.linear(x, v)), dim=-1), dim=-1)
 
 
 @form(*TWO, reasons=("", "used-elsewhere"))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .form import collector
+from .form import collector, tables
 
 #: A shape of a random tensor that takes a gradient; "frozen 8x4" of one that takes none; or what makes it.
 Spec = tuple[int, ...] | str | Callable[[], Any]
@@ -60,3 +60,4 @@ def low_rank(width: int, out: int, rank: int) -> tuple[nn.Linear, nn.Linear]:
 
 LINEAR_FORMS: dict[str, LinearForm] = {}
 form = collector(LINEAR_FORMS, LinearForm)
+forms = tables(form)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .linear_form import form
+from .linear_form import form, forms
 
 
 def labels() -> Any:
@@ -23,12 +23,38 @@ HEAD = ((2, 12, 32), (80, 32), labels)
 TWO = ("loss", "loss")
 
 
-@form(*HEAD)
-def padded_vocabulary(h: Any, w: Any, y: Any) -> Any:
-    """nanochat: the first classes of a head that has more; then a softcap."""
-    logits = F.linear(h, w)[..., :72].float()
-    logits = 15 * torch.tanh(logits / 15)
-    return F.cross_entropy(logits.view(-1, 72), y.view(-1))
+def of_logits(change: Any) -> Any:
+    """The loss of what is made of a linear; `change` gets hidden states, the weight, and what follows."""
+
+    def loss(h: Any, w: Any, y: Any, *further: Any) -> Any:
+        logits = change(h, w, *further)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), y.view(-1))
+
+    return loss
+
+
+forms(*HEAD, of=of_logits)(
+    # nanochat: the first classes of a head that has more; then a softcap.
+    padded_vocabulary=lambda h, w: 15 * torch.tanh(F.linear(h, w)[..., :72].float() / 15),
+    # The decoder of BERT: a tied weight, and a bias that is a parameter of the head.
+    bias_by_itself=(lambda h, w, c: torch.matmul(h, w.t()) + c, (80,)),
+    bias_of_some_classes=(lambda h, w, c: c + F.linear(h, w)[..., :72], (72,)),
+    # modded-nanogpt.
+    capped_by_a_sigmoid=lambda h, w: (23 * torch.sigmoid((F.linear(h, w) + 5) / 7.5)).float(),
+    shifted_logits_with_a_bias=(
+        lambda h, w, c: 3 * torch.tanh((F.linear(h, w, c) + 0.5)[..., :72] * 0.3) + 7, (80,),
+    ),
+)  # fmt: skip
+forms(*HEAD, of=of_logits, reasons=TWO)(
+    bias_behind_a_scale=(lambda h, w, c: F.linear(h, w) * 0.5 + c, (80,)),
+    two_biases=(lambda h, w, c, d: F.linear(h, w, c) + d, (80,), (80,)),
+    number_of_each_row=(lambda h, w, c: F.linear(h, w) + c, (12, 1)),
+    shifted_between_scale_and_cap=lambda h, w: 3 * torch.tanh(F.linear(h, w) * 0.3 + 0.5),
+    # In bfloat16 the sum would be rounded more coarsely.
+    shifted_behind_a_cast=lambda h, w: torch.sigmoid(F.linear(h, w).float() + 8),
+    shifted_on_both_sides_of_a_scale=lambda h, w: 3 * torch.tanh((F.linear(h, w) + 1) * 0.3 + 0.5),
+    shifted_by_more_than_logits_have_digits=lambda h, w: F.linear(h, w) + 1e30,
+)
 
 
 @form(*HEAD, (80,))
@@ -48,17 +74,6 @@ def rows_and_classes_in_one_index(h: Any, w: Any, y: Any, c: Any) -> Any:
     return F.cross_entropy(F.linear(h, w, c)[:, -2, 8:-8], y[:, -2] % 64)
 
 
-@form(*HEAD, (80,))
-def bias_by_itself(h: Any, w: Any, y: Any, c: Any) -> Any:
-    """The decoder of BERT: a tied weight, and a bias that is a parameter of the head."""
-    return F.cross_entropy((torch.matmul(h, w.t()) + c).view(-1, 80), y.view(-1))
-
-
-@form(*HEAD, (72,))
-def bias_of_some_classes(h: Any, w: Any, y: Any, c: Any) -> Any:
-    return F.cross_entropy((c + F.linear(h, w)[..., :72]).view(-1, 72), y.view(-1))
-
-
 @form(*HEAD)
 def bias_that_hides_classes(h: Any, w: Any, y: Any) -> Any:
     """It is made behind the linear, by a write in place."""
@@ -75,50 +90,9 @@ def bias_that_is_overwritten(h: Any, w: Any, y: Any, c: Any) -> Any:
     return F.cross_entropy(logits.view(-1, 80), y.view(-1))
 
 
-@form(*HEAD, (80,), reasons=TWO)
-def bias_behind_a_scale(h: Any, w: Any, y: Any, c: Any) -> Any:
-    return F.cross_entropy((F.linear(h, w) * 0.5 + c).view(-1, 80), y.view(-1))
-
-
-@form(*HEAD, (80,), (80,), reasons=TWO)
-def two_biases(h: Any, w: Any, y: Any, c: Any, d: Any) -> Any:
-    return F.cross_entropy((F.linear(h, w, c) + d).view(-1, 80), y.view(-1))
-
-
 @form(*HEAD, (8, 32), (80, 8), reasons=("an adapter of the head",) * 2)
 def adapter_of_the_head(h: Any, w: Any, y: Any, a: Any, b: Any) -> Any:
     logits = F.linear(h, w) + F.linear(F.linear(h, a), b) * 2.0
-    return F.cross_entropy(logits.view(-1, 80), y.view(-1))
-
-
-@form(*HEAD, (12, 1), reasons=TWO)
-def number_of_each_row(h: Any, w: Any, y: Any, c: Any) -> Any:
-    return F.cross_entropy((F.linear(h, w) + c).view(-1, 80), y.view(-1))
-
-
-@form(*HEAD)
-def capped_by_a_sigmoid(h: Any, w: Any, y: Any) -> Any:
-    """modded-nanogpt."""
-    logits = 23 * torch.sigmoid((F.linear(h, w) + 5) / 7.5)
-    return F.cross_entropy(logits.float().view(-1, 80), y.view(-1))
-
-
-@form(*HEAD, (80,))
-def shifted_logits_with_a_bias(h: Any, w: Any, y: Any, c: Any) -> Any:
-    logits = 3 * torch.tanh((F.linear(h, w, c) + 0.5)[..., :72] * 0.3) + 7
-    return F.cross_entropy(logits.view(-1, 72), y.view(-1))
-
-
-@form(*HEAD, reasons=TWO)
-def shifted_between_scale_and_cap(h: Any, w: Any, y: Any) -> Any:
-    logits = 3 * torch.tanh(F.linear(h, w) * 0.3 + 0.5)
-    return F.cross_entropy(logits.view(-1, 80), y.view(-1))
-
-
-@form(*HEAD, reasons=TWO)
-def shifted_behind_a_cast(h: Any, w: Any, y: Any) -> Any:
-    """In bfloat16 the sum would be rounded more coarsely."""
-    logits = torch.sigmoid(F.linear(h, w).float() + 8)
     return F.cross_entropy(logits.view(-1, 80), y.view(-1))
 
 
@@ -128,25 +102,9 @@ def capped_behind_a_cast_and_a_bias(h: Any, w: Any, y: Any, c: Any) -> Any:
     return F.cross_entropy(logits.view(-1, 80), y.view(-1))
 
 
-@form(*HEAD, reasons=TWO)
-def shifted_on_both_sides_of_a_scale(h: Any, w: Any, y: Any) -> Any:
-    logits = 3 * torch.tanh((F.linear(h, w) + 1) * 0.3 + 0.5)
-    return F.cross_entropy(logits.view(-1, 80), y.view(-1))
-
-
-@form(*HEAD, reasons=TWO)
-def shifted_by_more_than_logits_have_digits(h: Any, w: Any, y: Any) -> Any:
-    return F.cross_entropy((F.linear(h, w) + 1e30).view(-1, 80), y.view(-1))
-
-
 @form(*HEAD)
 def head_by_einsum(h: Any, w: Any, y: Any) -> Any:
     return F.cross_entropy(torch.einsum("bsd,vd->bsv", h, w).reshape(-1, 80), y.reshape(-1))
-
-
-@form(*HEAD, left=(1, 1), reasons=TWO)
-def head_by_einsum_of_other_dims(h: Any, w: Any, y: Any) -> Any:
-    return F.cross_entropy(torch.einsum("bsd,vd->svb", h, w).permute(2, 0, 1).reshape(-1, 80), y.reshape(-1))
 
 
 @form(*HEAD, rows)
@@ -266,15 +224,20 @@ def bias_and_number_in_place(h: Any, w: Any, y: Any, c: Any) -> Any:
     return F.cross_entropy(logits.view(-1, 80), y.view(-1))
 
 
-@form(*HEAD, reasons=TWO)
-def clamped_in_place(h: Any, w: Any, y: Any) -> Any:
-    logits = F.linear(h, w).float()
-    logits.clamp_(-3, 3)
-    return F.cross_entropy(logits.view(-1, 80), y.view(-1))
-
-
 @form(*HEAD, left=(1, 1), reasons=("overwritten", "overwritten"))
 def some_are_scaled_in_place(h: Any, w: Any, y: Any) -> Any:
     logits = F.linear(h, w)
     logits[:, :6].mul_(3)
+    return F.cross_entropy(logits.view(-1, 80), y.view(-1))
+
+
+@form(*HEAD, left=(1, 1), reasons=TWO)
+def head_by_einsum_of_other_dims(h: Any, w: Any, y: Any) -> Any:
+    return F.cross_entropy(torch.einsum("bsd,vd->svb", h, w).permute(2, 0, 1).reshape(-1, 80), y.reshape(-1))
+
+
+@form(*HEAD, reasons=TWO)
+def clamped_in_place(h: Any, w: Any, y: Any) -> Any:
+    logits = F.linear(h, w).float()
+    logits.clamp_(-3, 3)
     return F.cross_entropy(logits.view(-1, 80), y.view(-1))

@@ -7,13 +7,47 @@ from typing import Any
 import torch
 from torch import nn
 
-from .form import QKV, form, scored, some
+from .form import QKV, form, forms, scored, some
 
 einsum = torch.einsum
 
 
 def slopes(dtype: torch.dtype) -> torch.Tensor:
     return (torch.arange(9.0) * torch.tensor([0.5, 0.3, 0.2, 0.1])[:, None]).to(dtype)
+
+
+def of_scores(change: Any) -> Any:
+    """An attention whose scores are changed in front of the softmax."""
+    return lambda q, k, v, *further: change(scored(q, k), *further).softmax(-1) @ v
+
+
+def of_products(change: Any) -> Any:
+    """The same of products without their scale."""
+    return lambda q, k, v, *further: change(q @ k.mT, *further).softmax(-1) @ v
+
+
+forms(*QKV, of=of_scores)(
+    # As RAD-TTS: the logsumexp is a number of each row.
+    log_softmax_and_a_prior=(
+        lambda s, prior: s.log_softmax(-1) + torch.log(prior + 1e-8), lambda: torch.rand(2, 1, 9, 9),
+    ),
+    # The softmax does not see it, and its gradient is zero.
+    bias_of_queries=(lambda s, bias: s + bias, (4, 9, 1)),
+    # It absorbs the scores.
+    mask_of_queries=lambda s: s + torch.where(torch.arange(9) < 3, -1e9, 0.0)[:, None],
+)  # fmt: skip
+forms(*QKV, of=of_scores, fused=0, reasons=("in-between",))(
+    scores_mixed_by_einsum=(lambda s, mix: einsum("bhij,hg->bgij", s, mix), (4, 4)),
+    scores_of_mixed_heads=(lambda s, mix: (s.permute(0, 2, 3, 1) @ mix).permute(0, 3, 1, 2), (4, 4)),
+    log_softmax_over_the_queries=lambda s: s.log_softmax(-2),
+    function_of_log_softmax=lambda s: s.log_softmax(-1).tanh(),
+    scores_normed_by_layer=lambda s: torch.nn.functional.layer_norm(s, (9,)),
+)
+forms(*QKV, of=of_products, fused=0, reasons=("flex attention",))(
+    temperatures_of_pairs=(lambda s, temperature: s * temperature, (2, 4, 9, 9)),
+    temperatures_of_biased_keys=(lambda s, t, bias: (s + bias) * t, (2, 4, 1, 9), (4, 9, 9)),
+    temperatures_of_biased_queries=(lambda s, t, bias: (s + bias) * t, (2, 4, 9, 1), (4, 9, 9)),
+)
 
 
 @form(*QKV)
@@ -30,17 +64,6 @@ def scores_rounded_with_the_bias(q: Any, k: Any, v: Any) -> Any:
     return scores.float().softmax(-1) @ v
 
 
-@form(*QKV, (4, 4), fused=0, reasons=("in-between",))
-def scores_of_mixed_heads(q: Any, k: Any, v: Any, mix: Any) -> Any:
-    scores = ((q @ k.mT * 8**-0.5).permute(0, 2, 3, 1) @ mix).permute(0, 3, 1, 2)
-    return scores.softmax(-1) @ v
-
-
-@form(*QKV, (4, 4), fused=0, reasons=("in-between",))
-def scores_mixed_by_einsum(q: Any, k: Any, v: Any, mix: Any) -> Any:
-    return einsum("bhij,hg->bgij", scored(q, k), mix).softmax(-1) @ v
-
-
 @form((2, 2, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8), fused=1, reasons=("no-product",))
 def distances_behind_an_attention(q: Any, k: Any, v: Any) -> Any:
     """The product of the attention in front is none of the second softmax."""
@@ -54,22 +77,6 @@ def queries_of_mixed_heads(q: Any, k: Any, v: Any, mix: Any) -> Any:
     """The same product in front of the scores."""
     q = (q.permute(0, 2, 3, 1) @ mix).permute(0, 3, 1, 2)
     return (q @ k.mT * 8**-0.5).softmax(-1) @ v
-
-
-@form(*QKV, lambda: torch.rand(2, 1, 9, 9))
-def log_softmax_and_a_prior(q: Any, k: Any, v: Any, prior: Any) -> Any:
-    """As RAD-TTS: the logsumexp is a number of each row."""
-    return (scored(q, k).log_softmax(-1) + torch.log(prior + 1e-8)).softmax(-1) @ v
-
-
-@form(*QKV, fused=0, reasons=("in-between",))
-def log_softmax_over_the_queries(q: Any, k: Any, v: Any) -> Any:
-    return scored(q, k).log_softmax(-2).softmax(-1) @ v
-
-
-@form(*QKV, fused=0, reasons=("in-between",))
-def function_of_log_softmax(q: Any, k: Any, v: Any) -> Any:
-    return scored(q, k).log_softmax(-1).tanh().softmax(-1) @ v
 
 
 def without_keys(scores: Any) -> Any:
@@ -135,16 +142,6 @@ def temperatures_expanded_to_pairs(q: Any, k: Any, v: Any, rows: Any, columns: A
     return scores.softmax(-1) @ v
 
 
-@form(*QKV, (2, 4, 9, 9), fused=0, reasons=("flex attention",))
-def temperatures_of_pairs(q: Any, k: Any, v: Any, temperature: Any) -> Any:
-    return (q @ k.mT * temperature).softmax(-1) @ v
-
-
-@form(*QKV, (2, 4, 1, 9), (4, 9, 9), fused=0, reasons=("flex attention",))
-def temperatures_of_biased_keys(q: Any, k: Any, v: Any, temperature: Any, bias: Any) -> Any:
-    return ((q @ k.mT + bias) * temperature).softmax(-1) @ v
-
-
 @form(*QKV, (4, 9, 9), (4, 1, 1))
 def temperatures_of_biased_heads(q: Any, k: Any, v: Any, bias: Any, temperature: Any) -> Any:
     """The bias takes the scale as well."""
@@ -161,23 +158,6 @@ def temperature_behind_baddbmm(q: Any, k: Any, v: Any, bias: Any, temperature: A
 def scaled_linear_of_keys(net: Any, x: Any, temperature: Any) -> Any:
     """A memory whose linear has a bias of keys, with a learned temperature."""
     return net.values((net.keys(x) * temperature[0]).softmax(-1))
-
-
-@form(*QKV, (2, 4, 9, 1), (4, 9, 9), fused=0, reasons=("flex attention",))
-def temperatures_of_biased_queries(q: Any, k: Any, v: Any, temperature: Any, bias: Any) -> Any:
-    return ((q @ k.mT + bias) * temperature).softmax(-1) @ v
-
-
-@form(*QKV, (4, 9, 1))
-def bias_of_queries(q: Any, k: Any, v: Any, bias: Any) -> Any:
-    """The softmax does not see it, and its gradient is zero."""
-    return (scored(q, k) + bias).softmax(-1) @ v
-
-
-@form(*QKV)
-def mask_of_queries(q: Any, k: Any, v: Any) -> Any:
-    """It absorbs the scores."""
-    return (scored(q, k) + torch.where(torch.arange(9) < 3, -1e9, 0.0)[:, None]).softmax(-1) @ v
 
 
 @form(*QKV)
@@ -200,12 +180,6 @@ def masked_scores_less_their_least(q: Any, k: Any, v: Any) -> Any:
     """All visible scores of a row are equal then, up to rounding."""
     s = scored(q, k).masked_fill(~torch.ones(9, 9).tril().bool(), torch.finfo(q.dtype).min)
     return (s - s.amin(-1, keepdim=True)).softmax(-1) @ v
-
-
-@form(*QKV, fused=0, reasons=("in-between",))
-def scores_normed_by_layer(q: Any, k: Any, v: Any) -> Any:
-    s = scored(q, k)
-    return torch.nn.functional.layer_norm(s, (9,)).softmax(-1) @ v
 
 
 @form((2, 5, 16), (2, 9, 16), fused=0, reasons=("used-elsewhere", "another dim than the softmax"))
@@ -257,17 +231,17 @@ def marked(seen: torch.Tensor) -> torch.Tensor:
     return torch.ones(9, 9).tril() * (seen & (torch.arange(9) != 3)[:, None]).float()
 
 
+forms(*QKV, lambda: torch.rand(2, 1, 9, 9) > 0.4, fused=0, reasons=("through mul",), of=of_scores)(
+    # The number is added where another mask hides.
+    scores_times_other_marks=lambda s, seen: s * marked(seen) - 1e4 * torch.ones(9, 9).triu(1),
+)
+
+
 @form(*QKV, lambda: torch.rand(2, 1, 9, 9) > 0.4)
 def scores_times_marks(q: Any, k: Any, v: Any, seen: Any) -> Any:
     """As the first GPT-2 has its mask: what is hidden is multiplied by 0 and gets a number."""
     b = marked(seen)
     return (scored(q, k) * b - 1e4 * (1 - b)).softmax(-1) @ v
-
-
-@form(*QKV, lambda: torch.rand(2, 1, 9, 9) > 0.4, fused=0, reasons=("through mul",))
-def scores_times_other_marks(q: Any, k: Any, v: Any, seen: Any) -> Any:
-    """The number is added where another mask hides."""
-    return (scored(q, k) * marked(seen) - 1e4 * torch.ones(9, 9).triu(1)).softmax(-1) @ v
 
 
 @form(*QKV, lambda: torch.rand(2, 1, 9, 9) > 0.4, fused=0, reasons=("through mul",))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .form import QKV, form, scored
+from .form import QKV, form, forms, scored
 
 einsum = torch.einsum
 
@@ -18,10 +18,30 @@ def exponentials(q: Any, k: Any, dim: int = -1) -> Any:
     return torch.exp(s - torch.max(s, dim=dim, keepdim=True)[0])
 
 
-@form(*QKV)
-def softmax_by_exponentials(q: Any, k: Any, v: Any) -> Any:
-    e = exponentials(q, k)
-    return torch.matmul(e / torch.sum(e, dim=-1, keepdim=True), v)
+def of_exponentials(divided: Any) -> Any:
+    """Of the exponentials of scores less the largest of a row, and of the values."""
+    return lambda q, k, v: divided(exponentials(q, k), v)
+
+
+forms(*QKV, of=of_exponentials)(
+    softmax_by_exponentials=lambda e, v: torch.matmul(e / torch.sum(e, dim=-1, keepdim=True), v),
+    exponentials_divided_behind_the_product=lambda e, v: (e @ v) / e.sum(-1, keepdim=True),
+    product_times_the_reciprocal_of_the_sums=lambda e, v: (1 / e.sum(-1))[..., None] * (e @ v),
+    exponentials_times_the_reciprocal_of_their_sum=lambda e, v: (
+        (e * e.sum(-1, keepdim=True).reciprocal()) @ v
+    ),
+    exponentials_over_hardly_more_than_their_sum=lambda e, v: (
+        (e / (1e-8 + e.sum(-1, keepdim=True)).clamp(min=1e-6)) @ v
+    ),
+)
+forms(*QKV, of=of_exponentials, fused=0, reasons=("in-between",))(
+    exponentials_over_more_than_their_sum=lambda e, v: (e / (e.sum(-1, keepdim=True) + 0.1)) @ v,
+    product_over_more_than_the_sum=lambda e, v: (e @ v) / (e.sum(-1, keepdim=True) + 0.1),
+    product_divided_in_part=lambda e, v: (out := e @ v) / e.sum(-1, keepdim=True) + out,
+    product_times_more_than_the_reciprocal=lambda e, v: (e @ v) * (1 / e.sum(-1, keepdim=True) + 1e-8),
+    product_over_the_reciprocal=lambda e, v: (e @ v) / (1 / e.sum(-1, keepdim=True)),
+    nan_to_num_of_exponentials=lambda e, v: (torch.nan_to_num(e) @ v) / e.sum(-1, keepdim=True),
+)
 
 
 @form((2, 9, 4, 8), (2, 13, 4, 8), (2, 13, 4, 8), lambda: torch.rand(2, 13) > 0.4)
@@ -57,21 +77,9 @@ def exponentials_less_the_largest_of_queries(q: Any, k: Any, v: Any) -> Any:
 
 
 @form(*QKV, fused=0, reasons=("in-between",))
-def exponentials_over_more_than_their_sum(q: Any, k: Any, v: Any) -> Any:
-    e = exponentials(q, k)
-    return (e / (e.sum(-1, keepdim=True) + 0.1)) @ v
-
-
-@form(*QKV, fused=0, reasons=("in-between",))
 def exponentials_times_a_mask(q: Any, k: Any, v: Any) -> Any:
     e = exponentials(q, k) * torch.ones(9, 9).tril()
     return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
-
-
-@form(*QKV)
-def exponentials_divided_behind_the_product(q: Any, k: Any, v: Any) -> Any:
-    e = exponentials(q, k)
-    return (e @ v) / e.sum(-1, keepdim=True)
 
 
 @form(*QKV, lambda: torch.rand(2, 9) > 0.4)
@@ -81,43 +89,6 @@ def sums_beside_the_product(q: Any, k: Any, v: Any, seen: Any) -> Any:
     e = (s - s.max(dim=-1).values.unsqueeze(-1)).exp()
     total = e.sum(dim=-1) + 1e-9
     return einsum("bhij,bhjd->bhid", e, v) / total[..., None]
-
-
-@form(*QKV, fused=0, reasons=("in-between",))
-def product_over_more_than_the_sum(q: Any, k: Any, v: Any) -> Any:
-    e = exponentials(q, k)
-    return (e @ v) / (e.sum(-1, keepdim=True) + 0.1)
-
-
-@form(*QKV, fused=0, reasons=("in-between",))
-def product_divided_in_part(q: Any, k: Any, v: Any) -> Any:
-    e = exponentials(q, k)
-    out = e @ v
-    return out / e.sum(-1, keepdim=True) + out
-
-
-@form(*QKV)
-def product_times_the_reciprocal_of_the_sums(q: Any, k: Any, v: Any) -> Any:
-    e = exponentials(q, k)
-    return (1 / e.sum(-1))[..., None] * (e @ v)
-
-
-@form(*QKV)
-def exponentials_times_the_reciprocal_of_their_sum(q: Any, k: Any, v: Any) -> Any:
-    e = exponentials(q, k)
-    return (e * e.sum(-1, keepdim=True).reciprocal()) @ v
-
-
-@form(*QKV, fused=0, reasons=("in-between",))
-def product_times_more_than_the_reciprocal(q: Any, k: Any, v: Any) -> Any:
-    e = exponentials(q, k)
-    return (e @ v) * (1 / e.sum(-1, keepdim=True) + 1e-8)
-
-
-@form(*QKV, fused=0, reasons=("in-between",))
-def product_over_the_reciprocal(q: Any, k: Any, v: Any) -> Any:
-    e = exponentials(q, k)
-    return (e @ v) / (1 / e.sum(-1, keepdim=True))
 
 
 @form((2, 4, 4, 8), (2, 9, 4, 8), (2, 9, 4, 8))
@@ -147,18 +118,6 @@ def sink_in_the_sum(q: Any, k: Any, v: Any, sink: Any) -> Any:
     m = torch.maximum(s.amax(-1, keepdim=True), z)
     e = (s - m).exp()
     return (e @ v) / (e.sum(-1, keepdim=True) + torch.exp(z - m))
-
-
-@form(*QKV, fused=0, reasons=("in-between",))
-def nan_to_num_of_exponentials(q: Any, k: Any, v: Any) -> Any:
-    e = exponentials(q, k)
-    return (torch.nan_to_num(e) @ v) / e.sum(-1, keepdim=True)
-
-
-@form(*QKV)
-def exponentials_over_hardly_more_than_their_sum(q: Any, k: Any, v: Any) -> Any:
-    e = exponentials(q, k)
-    return (e / (1e-8 + e.sum(-1, keepdim=True)).clamp(min=1e-6)) @ v
 
 
 @form(*QKV)
@@ -298,21 +257,16 @@ def some_row_masked() -> torch.Tensor:
     return mask
 
 
-@form(*QKV, some_row_masked)
-def nan_of_masked_rows_is_zero(q: Any, k: Any, v: Any, hidden: Any) -> Any:
-    return torch.nan_to_num(scored(q, k).masked_fill(hidden, float("-inf")).softmax(-1)) @ v
+def of_masked_weights(replaced: Any) -> Any:
+    """Of the weights of scores with a mask of -inf, some rows of which are NaN."""
+    return lambda q, k, v, hidden: replaced(scored(q, k).masked_fill(hidden, float("-inf")).softmax(-1)) @ v
 
 
-@form(*QKV, some_row_masked)
-def nan_is_what_differs_from_itself(q: Any, k: Any, v: Any, hidden: Any) -> Any:
-    w = scored(q, k).masked_fill(hidden, float("-inf")).softmax(-1)
-    return w.masked_fill(w != w, 0) @ v
-
-
-@form(*QKV, some_row_masked)
-def where_weights_are_nan(q: Any, k: Any, v: Any, hidden: Any) -> Any:
-    w = scored(q, k).masked_fill(hidden, float("-inf")).softmax(-1)
-    return torch.where(torch.isnan(w), 0.0, w) @ v
+forms(*QKV, some_row_masked, of=of_masked_weights)(
+    nan_of_masked_rows_is_zero=torch.nan_to_num,
+    nan_is_what_differs_from_itself=lambda w: w.masked_fill(w != w, 0),
+    where_weights_are_nan=lambda w: torch.where(torch.isnan(w), 0.0, w),
+)
 
 
 @form(*QKV, some_row_masked)

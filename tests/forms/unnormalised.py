@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .form import form
+from .form import form, forms
 
 QKV = ((2, 4, 9, 8),) * 3
 
@@ -45,10 +45,37 @@ def entropy_of_a_router(logits: Any, other: Any) -> Any:
     return -(p * torch.log(p + 1e-6)).sum(-1) + (p * F.log_softmax(other, -1)).sum(-1)
 
 
-@form((4, 9), fused=0, reasons=())
-def gate_of_the_chosen_expert(logits: Any) -> Any:
-    """Nor is the choice of one weight."""
-    return (logits.softmax(-1) * F.one_hot(logits.argmax(-1), 9)).sum(-1)
+#: Nothing is said of these.
+forms(fused=0, reasons=())(
+    # The choice of one weight is no pooling.
+    gate_of_the_chosen_expert=(
+        lambda logits: (logits.softmax(-1) * F.one_hot(logits.argmax(-1), 9)).sum(-1), (4, 9),
+    ),
+    # Linears of each sample are no pairs.
+    experts=(lambda x, w, v: torch.bmm(F.relu(torch.bmm(x, w)), v), (3, 4, 8), (3, 8, 16), (3, 16, 8)),
+    experts_turned=(
+        lambda x, w, v: torch.bmm(F.relu(torch.bmm(x, w.mT)), v.mT), (3, 4, 8), (3, 16, 8), (3, 8, 16),
+    ),
+    experts_by_einsum=(
+        lambda x, w, v: torch.einsum("ech,eoh->eco", F.silu(torch.einsum("eci,ehi->ech", x, w)), v),
+        (3, 4, 8), (3, 16, 8), (3, 8, 16),
+    ),
+    classes_in_front_of_a_convolution=(lambda x, w: F.conv2d(x.softmax(1), w), (2, 8, 6, 6), (3, 8, 3, 3)),
+    # A sum over fewer elements than its result has in a row is none over tokens.
+    three_matrices=(lambda a, b, c: a @ (b.mT @ c), (2, 4, 3, 8), (2, 4, 3, 8), (2, 4, 3, 8)),
+    # A linear of each token, not of pairs.
+    linear_of_concatenated_tokens=(
+        lambda x, y, w: F.relu(F.linear(torch.cat((x, y), -1), w)) / 9 @ y, (2, 9, 8), (2, 9, 8), (9, 16),
+    ),
+    # No step follows.
+    one_outer_product=(
+        lambda q, k, s: (s + k.unsqueeze(-1) * q.unsqueeze(-2)).mT @ k.unsqueeze(-1),
+        (2, 4, 8), (2, 4, 8), (2, 4, 8, 8),
+    ),
+    three_tensors_and_no_keys=(
+        lambda x, w, z: torch.einsum("nld,dm,nl->nlm", x, w, z), (2, 9, 8), (8, 8), (2, 9),
+    ),
+)  # fmt: skip
 
 
 @form(*QKV, fused=0, reasons=("sigmoid, and no softmax",))
@@ -96,22 +123,6 @@ def linear_attention(q: Any, k: Any, v: Any) -> Any:
     return (F.elu(q) + 1) @ ((F.elu(k) + 1).mT @ v)
 
 
-@form((3, 4, 8), (3, 16, 8), (3, 8, 16), fused=0, reasons=())
-def experts_by_einsum(x: Any, w: Any, v: Any) -> Any:
-    return torch.einsum("ech,eoh->eco", F.silu(torch.einsum("eci,ehi->ech", x, w)), v)
-
-
-@form((3, 4, 8), (3, 8, 16), (3, 16, 8), fused=0, reasons=())
-def experts(x: Any, w: Any, v: Any) -> Any:
-    """Linears of each sample are no pairs."""
-    return torch.bmm(F.relu(torch.bmm(x, w)), v)
-
-
-@form((3, 4, 8), (3, 16, 8), (3, 8, 16), fused=0, reasons=())
-def experts_turned(x: Any, w: Any, v: Any) -> Any:
-    return torch.bmm(F.relu(torch.bmm(x, w.mT)), v.mT)
-
-
 @form(*QKV, fused=0, reasons=("add is between the exponentials",))
 def two_chunks_of_keys(q: Any, k: Any, v: Any) -> Any:
     """As online softmax is taught: one maximum and one sum of both."""
@@ -134,11 +145,6 @@ def boxes_of_a_detector(x: Any) -> Any:
     """The expected distance to each side, by a convolution of size 1."""
     distances = torch.arange(12.0, dtype=x.dtype).view(1, 12, 1, 1)
     return F.conv2d(x.view(2, 4, 12, 10).transpose(2, 1).softmax(1), distances).view(2, 4, 10)
-
-
-@form((2, 8, 6, 6), (3, 8, 3, 3), fused=0, reasons=())
-def classes_in_front_of_a_convolution(x: Any, w: Any) -> Any:
-    return F.conv2d(x.softmax(1), w)
 
 
 @form((3, 2, 9, 8), (3,), fused=0, reasons=("only one dim",))
@@ -186,6 +192,9 @@ def edges() -> torch.Tensor:
     return torch.randint(0, 10, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
+# Nothing is divided by them.
+
+
 @form((10, 4, 8), (10, 4, 8), (10, 4, 8), edges, fused=0, reasons=("index_add sums the exponentials",))
 def attention_of_a_graph(q: Any, k: Any, v: Any, edges: Any) -> Any:
     """The softmax is over the edges that end at a node."""
@@ -196,12 +205,6 @@ def attention_of_a_graph(q: Any, k: Any, v: Any, edges: Any) -> Any:
     total = torch.zeros_like(q[..., 0]).index_add(0, target, weights) + 1e-16
     weights = (weights / total[target])[..., None]
     return torch.zeros_like(v).index_add(0, target, v[source] * weights)
-
-
-@form((40,), edges, fused=0, reasons=())
-def sums_of_exponentials(x: Any, edges: Any) -> Any:
-    """Nothing is divided by them."""
-    return x.new_zeros(10).index_add(0, edges[0], x.exp()).log()
 
 
 @form((5, 8), (8, 12), (8, 12), (144, 8), fused=0, reasons=("topk chooses among the scores",))
@@ -256,23 +259,11 @@ def galerkin_attention(q: Any, k: Any, v: Any) -> Any:
     return q @ (torch.einsum("bhnd,bhne->bhde", k, v) / 9)
 
 
-@form((2, 4, 3, 8), (2, 4, 3, 8), (2, 4, 3, 8), fused=0, reasons=())
-def three_matrices(a: Any, b: Any, c: Any) -> Any:
-    """A sum over fewer elements than its result has in a row is none over tokens."""
-    return a @ (b.mT @ c)
-
-
 @form((2, 9, 8), (2, 9, 8), (1, 16), fused=0, reasons=("concatenated features",))
 def pairs_by_concatenation(x: Any, y: Any, w: Any) -> Any:
     """A non-local block."""
     pairs = torch.cat((x[:, :, None].expand(-1, -1, 9, -1), y[:, None].expand(-1, 9, -1, -1)), -1)
     return F.relu(F.linear(pairs, w).squeeze(-1)) / 9 @ y
-
-
-@form((2, 9, 8), (2, 9, 8), (9, 16), fused=0, reasons=())
-def linear_of_concatenated_tokens(x: Any, y: Any, w: Any) -> Any:
-    """Of each token, not of pairs."""
-    return F.relu(F.linear(torch.cat((x, y), -1), w)) / 9 @ y
 
 
 def delta_rule(q: Any, k: Any, v: Any, read: Any, outer: Any) -> Any:
@@ -308,12 +299,6 @@ def recurrence_with_a_bonus(q: Any, k: Any, v: Any, u: Any) -> Any:
     return torch.cat(out, 2)
 
 
-@form((2, 4, 8), (2, 4, 8), (2, 4, 8, 8), fused=0)
-def one_outer_product(q: Any, k: Any, s: Any) -> Any:
-    """No step follows: nothing is said."""
-    return (s + k.unsqueeze(-1) * q.unsqueeze(-2)).mT @ k.unsqueeze(-1)
-
-
 @form((2, 9, 4, 8), (2, 9, 4, 8), (2, 9, 4, 8), fused=0, reasons=("linear attention",))
 def normaliser_in_the_same_einsum(q: Any, k: Any, v: Any) -> Any:
     q, k = F.elu(q) + 1, F.elu(k) + 1
@@ -321,6 +306,7 @@ def normaliser_in_the_same_einsum(q: Any, k: Any, v: Any) -> Any:
     return torch.einsum("nlhd,nhmd,nlh->nlhm", q, torch.einsum("nshd,nshm->nhmd", k, v), z)
 
 
-@form((2, 9, 8), (8, 8), (2, 9), fused=0)
-def three_tensors_and_no_keys(x: Any, w: Any, z: Any) -> Any:
-    return torch.einsum("nld,dm,nl->nlm", x, w, z)
+@form((40,), edges, fused=0, reasons=())
+def sums_of_exponentials(x: Any, edges: Any) -> Any:
+    """Nothing is divided by them."""
+    return x.new_zeros(10).index_add(0, edges[0], x.exp()).log()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .form import QKV, form, scored, some
+from .form import QKV, form, forms, scored, some
 
 einsum = torch.einsum
 
@@ -15,9 +15,48 @@ def padded(q: Any, k: Any, seen: Any, fill: float = -1e9) -> Any:
     return scored(q, k).masked_fill(~seen[:, None, None], fill).softmax(-1)
 
 
-@form(*QKV, some)
-def weights_times_the_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
-    return (seen[:, None, None].float() * padded(q, k, seen)) @ v
+def of_weights(change: Any) -> Any:
+    """An attention whose weights are changed in front of the second product."""
+    return lambda q, k, v, *further: change(scored(q, k).softmax(-1), *further) @ v
+
+
+def of_padded_weights(change: Any) -> Any:
+    """The same of weights with padding, of which the change gets the mask as well."""
+    return lambda q, k, v, seen: change(padded(q, k, seen), seen[:, None, None]) @ v
+
+
+forms(*QKV, of=of_weights)(
+    # The values lose what the weights lose for all queries.
+    weights_times_another_mask=(lambda w, seen: w * seen[:, None, None].float(), some),
+    weights_times_a_gate_of_keys=(lambda w, gate: w * gate, (9,)),
+    weights_normalised_again=lambda w: w / (w.sum(-1, keepdim=True) + 1e-3),
+)
+forms(*QKV, of=of_weights, fused=0, reasons=("mask",))(
+    weights_times_a_mask_of_pairs=(lambda w, seen: w * seen.float(), lambda: torch.rand(9, 9) > 0.3),
+    # What is left of the weights is another softmax, which may underflow.
+    normalised_behind_another_mask=(
+        lambda w, seen: (w := w * seen[:, None, None].to(w.dtype)) / (w.sum(-1, keepdim=True) + 1e-9), some,
+    ),
+)  # fmt: skip
+forms(*QKV, of=of_weights, fused=0, reasons=("in-between",))(
+    weights_times_a_gate_of_pairs=(lambda w, gate: w * gate, (9, 9)),
+    gated_weights_normalised_again=(
+        lambda w, gate: (w := w * torch.sigmoid(gate)) / (w.sum(-1, keepdim=True) + 1e-3), (4, 1, 1),
+    ),
+)  # fmt: skip
+forms(*QKV, of=of_padded_weights)(
+    no_key_and_weights_times_the_mask=(
+        lambda w, seen: w * seen.to(w.dtype), lambda: torch.tensor([[False] * 9, [True] * 9]),
+    ),
+    # The sum is 1 already, or 0.
+    masked_weights_normalised_again=(
+        lambda w, seen: (w := w * seen.to(w.dtype)) / w.sum(-1, keepdim=True).clamp(min=1e-9),
+        lambda: torch.tensor([[False] * 9, [True] * 5 + [False] * 4]),
+    ),
+    masked_weights_normalised_by_function=(
+        lambda w, seen: torch.nn.functional.normalize(w.masked_fill(~seen, 0.0), p=1, dim=-1), some,
+    ),
+)  # fmt: skip
 
 
 @form(*QKV, lambda: torch.rand(2, 1, 9, 9) > 0.4)
@@ -77,20 +116,9 @@ def one_map_for_all_heads(q: Any, k: Any, v: Any) -> Any:
     return (q @ k.mT).softmax(-1)[:, None] @ v
 
 
-@form(*QKV, lambda: torch.tensor([[False] * 9, [True] * 9]))
-def no_key_and_weights_times_the_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
-    return (padded(q, k, seen) * seen[:, None, None].to(q.dtype)) @ v
-
-
 @form(*QKV, some, fused=0, reasons=("empty-rows",))
 def infinite_fill_times_the_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
     return (padded(q, k, seen, -float("inf")) * seen[:, None, None].to(q.dtype)) @ v
-
-
-@form(*QKV, some)
-def weights_times_another_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
-    """The values lose what the weights lose for all queries."""
-    return (scored(q, k).softmax(-1) * seen[:, None, None].float()) @ v
 
 
 @form(*QKV, some)
@@ -98,13 +126,6 @@ def one_of_two_masks_again(q: Any, k: Any, v: Any, seen: Any) -> Any:
     scores = scored(q, k).masked_fill(torch.ones(9, 9).triu(1).bool(), -1e9)
     hidden = ~seen[:, None, None]
     return scores.masked_fill(hidden, -1e9).softmax(-1).masked_fill(hidden, 0.0) @ v
-
-
-@form(*QKV, lambda: torch.tensor([[False] * 9, [True] * 5 + [False] * 4]))
-def masked_weights_normalised_again(q: Any, k: Any, v: Any, seen: Any) -> Any:
-    """The sum is 1 already, or 0."""
-    w = padded(q, k, seen) * seen[:, None, None].to(q.dtype)
-    return (w / w.sum(-1, keepdim=True).clamp(min=1e-9)) @ v
 
 
 @form((4, 2, 5, 8), (4, 2, 9, 8), (4, 2, 9, 8), lambda: torch.tensor([[False] * 9, [True] * 5 + [False] * 4]))
@@ -132,46 +153,16 @@ def weights_assigned_another_number(q: Any, k: Any, v: Any, seen: Any) -> Any:
     return weights @ v
 
 
-@form(*QKV, some)
-def masked_weights_normalised_by_function(q: Any, k: Any, v: Any, seen: Any) -> Any:
-    w = padded(q, k, seen).masked_fill(~seen[:, None, None], 0.0)
-    return torch.nn.functional.normalize(w, p=1, dim=-1) @ v
-
-
-@form(*QKV)
-def weights_normalised_again(q: Any, k: Any, v: Any) -> Any:
-    w = scored(q, k).softmax(-1)
-    return (w / (w.sum(-1, keepdim=True) + 1e-3)) @ v
-
-
 @form(*QKV, some, fused=0, reasons=("empty-rows",))
 def masked_weights_over_a_sum_that_may_be_zero(q: Any, k: Any, v: Any, seen: Any) -> Any:
     w = padded(q, k, seen) * seen[:, None, None].to(q.dtype)
     return (w / w.sum(-1, keepdim=True)) @ v
 
 
-@form(*QKV, some, fused=0, reasons=("mask",))
-def normalised_behind_another_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
-    """What is left of the weights is another softmax, which may underflow."""
-    w = scored(q, k).softmax(-1) * seen[:, None, None].to(q.dtype)
-    return (w / (w.sum(-1, keepdim=True) + 1e-9)) @ v
-
-
 @form(*QKV, fused=0, reasons=("weights",))
 def weights_normalised_over_the_queries(q: Any, k: Any, v: Any) -> Any:
     w = scored(q, k).softmax(-1)
     return (w / (w.sum(-2, keepdim=True) + 1e-9)) @ v
-
-
-@form(*QKV, (4, 1, 1), fused=0, reasons=("in-between",))
-def gated_weights_normalised_again(q: Any, k: Any, v: Any, gate: Any) -> Any:
-    w = scored(q, k).softmax(-1) * torch.sigmoid(gate)
-    return (w / (w.sum(-1, keepdim=True) + 1e-3)) @ v
-
-
-@form(*QKV, lambda: torch.rand(9, 9) > 0.3, fused=0, reasons=("mask",))
-def weights_times_a_mask_of_pairs(q: Any, k: Any, v: Any, seen: Any) -> Any:
-    return (scored(q, k).softmax(-1) * seen.float()) @ v
 
 
 @form(*QKV, lambda: torch.tensor([[2] * 9, [1] * 5 + [0] * 4]))
@@ -190,16 +181,6 @@ def weights_times_gates_of_heads_and_queries(q: Any, k: Any, v: Any, gate: Any, 
 def gates_of_heads_that_come_last(q: Any, k: Any, v: Any, gate: Any) -> Any:
     weights = einsum("bqhd,bkhd->bqkh", q, k).softmax(2) * gate
     return einsum("bqkh,bkhd->bqhd", weights, v)
-
-
-@form(*QKV, (9,))
-def weights_times_a_gate_of_keys(q: Any, k: Any, v: Any, gate: Any) -> Any:
-    return (scored(q, k).softmax(-1) * gate) @ v
-
-
-@form(*QKV, (9, 9), fused=0, reasons=("in-between",))
-def weights_times_a_gate_of_pairs(q: Any, k: Any, v: Any, gate: Any) -> Any:
-    return (scored(q, k).softmax(-1) * gate) @ v
 
 
 @form(*QKV, fused=0, reasons=("sub is between",))
@@ -304,3 +285,8 @@ def weights_repeated_for_each_element(scores: Any, v: Any) -> Any:
     for shift in range(3):
         out = out + v.roll(-shift, 1) * weights[:, shift].unsqueeze(1).unsqueeze(1).repeat(1, 9, 8)
     return out
+
+
+@form(*QKV, some)
+def weights_times_the_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    return (seen[:, None, None].float() * padded(q, k, seen)) @ v

@@ -20,7 +20,6 @@ from tests.fuzz.running import BATCH, KINDS, fuzz, provenance
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--examples", type=int, default=10_000, help="programs of each kind (%(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="of the first batch (drawn, and printed)")

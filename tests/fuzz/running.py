@@ -81,7 +81,6 @@ class Batch:
         self.sites.update(judged.fused)
 
     def row(self) -> dict[str, Any]:
-        """A row of the report."""
         values = {name: value for name, value in vars(self).items() if name != "script"}
         return {"key": self.key, **values, "sites": dict(self.sites), "seconds": round(self.seconds, 1)}
 

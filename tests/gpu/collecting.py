@@ -58,8 +58,6 @@ WITHOUT_PROGRAMS = (
 
 
 class Plugin:
-    """Pytest's hooks."""
-
     def __init__(self, task: Mapping[str, Any]) -> None:
         self.task = task
         self.recorder = Recorder(task)
@@ -188,7 +186,6 @@ _start()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Pytest's hook."""
     plugin = globals().get("PLUGIN")
     if plugin is not None:
         config.pluginmanager.register(plugin, "programs")  # whose own hook is called now

@@ -51,7 +51,6 @@ class Report:
         self.rows = {row["key"]: row for row in self.results.rows if row["commit"] == self.commit}
 
     def row(self, seed: int, item: str) -> Json:
-        """The row of a test."""
         file = item.partition("::")[0]
         key = f"{seed} {file}"
         fresh = {"key": key, "seed": seed, "file": file, "commit": self.commit, "done": [], "seconds": 0.0}
@@ -302,7 +301,6 @@ def _alone(row: Json | None, late: bool) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.programs", description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", default=EVERYTHING, help="what pytest collects (everything)")
     parser.add_argument("--device", default="cuda", help="(%(default)s); cpu judges float32 alone")

@@ -99,7 +99,6 @@ def watch(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.sanitize", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help=f"templates, all by default: {', '.join(TEMPLATES)}")
     parser.add_argument("--device", default="cuda", help="cpu tries the script alone (%(default)s)")

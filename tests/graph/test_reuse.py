@@ -50,26 +50,6 @@ def view_returned(x: Any, w: Any, a: Any, b: Any) -> Any:
     return base[1:, 3:].t(), accumulated(base, a, b)
 
 
-def given(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return accumulated(x @ w, a, b), accumulated(w[:RANK], a[:RANK], b)
-
-
-def fused_behind(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return torch.sigmoid(accumulated(x @ w, a, b))
-
-
-def other_dtype(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return accumulated(x @ w, a, b, torch.float32)
-
-
-def transposed(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return accumulated((w.t() @ x.t()).t(), a, b)
-
-
-def part(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return accumulated((x @ w)[: ROWS // 2], a[: ROWS // 2], b)
-
-
 def both_operands(x: Any, w: Any, a: Any, b: Any) -> Any:
     base = x @ w
     return accumulated(base, base, b.t() @ b)
@@ -81,11 +61,6 @@ def view_under_another_name(x: Any, w: Any, a: Any, b: Any) -> Any:
     pairs = torch.view_as_real(torch.view_as_complex(base.view(ROWS, COLUMNS // 2, 2)))
     right = (w.t() @ w).float()
     return LORA_ACCUMULATE(base, [pairs.view(ROWS, COLUMNS)], [right], [2.0], [], [], torch.float32)
-
-
-def twice(x: Any, w: Any, a: Any, b: Any) -> Any:
-    """The second sum writes over the first one, which is that of the product."""
-    return accumulated(accumulated(x @ w, a, b), a * 2, b)
 
 
 def written(fn: Callable[..., Any], **changes: Any) -> list[bool]:
@@ -105,37 +80,34 @@ def written(fn: Callable[..., Any], **changes: Any) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize(("fn", "sums"), [(last_reader, 1), (read_before, 1), (twice, 2)])
-def test_input_is_written_over(fn: Callable[..., Any], sums: int) -> None:
-    assert written(fn) == [True] * sums
+#: What is compiled, settings of Inductor, and whether each sum is written over its base.
+SUMS: dict[str, tuple[Callable[..., Any], dict[str, bool], list[bool]]] = {
+    "last reader": (last_reader, {}, [True]),
+    "read before": (read_before, {}, [True]),
+    # The second sum writes over the first one, which is that of the product.
+    "twice": (lambda x, w, a, b: accumulated(accumulated(x @ w, a, b), a * 2, b), {}, [True, True]),
+    "read later": (read_later, {}, [False]),
+    "returned": (returned, {}, [False]),
+    "view returned": (view_returned, {}, [False]),
+    "fused behind": (lambda x, w, a, b: torch.sigmoid(accumulated(x @ w, a, b)), {}, [False]),
+    "other dtype": (lambda x, w, a, b: accumulated(x @ w, a, b, torch.float32), {}, [False]),
+    "transposed": (lambda x, w, a, b: accumulated((w.t() @ x.t()).t(), a, b), {}, [False]),
+    "part": (lambda x, w, a, b: accumulated((x @ w)[: ROWS // 2], a[: ROWS // 2], b), {}, [False]),
+    "both operands": (both_operands, {}, [False]),
+    "view under another name": (view_under_another_name, {}, [False]),
+    "input of the graph": (
+        lambda x, w, a, b: (accumulated(x @ w, a, b), accumulated(w[:RANK], a[:RANK], b)), {}, [False, True],
+    ),
+    "setting of Inductor": (last_reader, {"inplace_buffers": False}, [False]),
+    # Whether it pays to fuse something behind a kernel is asked before anything was written.
+    "benchmarks of Inductor": (last_reader, {"benchmark_fusion": True}, [True]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("fn", [
-    read_later,
-    returned,
-    view_returned,
-    fused_behind,
-    other_dtype,
-    transposed,
-    part,
-    both_operands,
-    view_under_another_name,
-])  # fmt: skip
-def test_input_is_left(fn: Callable[..., Any]) -> None:
-    assert written(fn) == [False]
-
-
-def test_input_of_the_graph_is_left() -> None:
-    assert sorted(written(given)) == [False, True]
-
-
-def test_config_of_inductor() -> None:
-    assert written(last_reader, inplace_buffers=False) == [False]
-
-
-def test_benchmarks_of_inductor_ask_early() -> None:
-    """Whether it pays to fuse something behind a kernel is asked before anything was written."""
-    assert written(last_reader, benchmark_fusion=True) == [True]
+@pytest.mark.parametrize("name", SUMS)
+def test_input_is_written_over(name: str) -> None:
+    fn, changes, sums = SUMS[name]
+    assert sorted(written(fn, **changes)) == sums
 
 
 def test_torch_of_other_names(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -32,39 +32,9 @@ def capped(logits: Any, labels: Any) -> Any:
     return F.cross_entropy(logits.view(-1, V), labels.view(-1), reduction="sum") / 14
 
 
-def scaled(logits: Any, labels: Any) -> Any:
-    """Of Granite and Cohere."""
-    return F.cross_entropy((0.25 * logits / 1.5).reshape(-1, V), labels.flatten())
-
-
-def of_classes_in_the_middle(logits: Any, labels: Any) -> Any:
-    return nn.CrossEntropyLoss(label_smoothing=0.1)(logits.transpose(1, 2), labels)
-
-
-def of_a_transposed_cap(logits: Any, labels: Any) -> Any:
-    return F.cross_entropy(torch.tanh(logits.mT / 3.0) * 3.0, labels, reduction="sum")
-
-
-def weighted(logits: Any, labels: Any, weights: Any) -> Any:
-    return F.cross_entropy(logits.view(-1, V), labels.view(-1), weights, label_smoothing=0.2)
-
-
-def weighted_each(logits: Any, labels: Any, weights: Any) -> Any:
-    return F.cross_entropy(logits.view(-1, V), labels.view(-1), weights, reduction="none")
-
-
-def each(logits: Any, labels: Any) -> Any:
-    """Rows that the caller weighs."""
-    return F.cross_entropy(logits.view(-1, V), labels.view(-1), reduction="none", label_smoothing=0.1)
-
-
 def likelihood(logits: Any, labels: Any) -> Any:
     logs = F.log_softmax(logits[:, :-1], dim=-1)
     return F.nll_loss(logs.reshape(-1, V), labels[:, 1:].reshape(-1))
-
-
-def likelihood_in_the_middle(logits: Any, labels: Any) -> Any:
-    return F.nll_loss(torch.log_softmax(logits.mT, 1), labels, reduction="sum")
 
 
 def log_probabilities(logits: Any, labels: Any) -> Any:
@@ -73,26 +43,6 @@ def log_probabilities(logits: Any, labels: Any) -> Any:
     mask = labels != -100
     labels[labels == -100] = 0
     return torch.gather(logits.log_softmax(-1), 2, labels.unsqueeze(2)).squeeze(2) * mask
-
-
-def some_classes(logits: Any, labels: Any) -> Any:
-    return F.cross_entropy(logits[..., : V - 1].reshape(-1, V - 1), labels.clamp(0, V - 2).view(-1))
-
-
-def another_ignored(logits: Any, labels: Any) -> Any:
-    """A class that there is."""
-    return F.cross_entropy(logits.view(-1, V), labels.clamp(min=0).view(-1), ignore_index=0)
-
-
-def penalised(logits: Any, labels: Any) -> Any:
-    """The z-loss of PaLM, also of rows whose label is ignored."""
-    return causal(logits, labels) + 0.1 * logits.logsumexp(-1).square().mean()
-
-
-def penalised_in_part(logits: Any, labels: Any) -> Any:
-    return causal(logits, labels) + sum(
-        part.logsumexp(-1).sum() for part in logits.flatten(0, 1).split(7)[:2]
-    )
 
 
 def penalised_weighted(logits: Any, labels: Any, weights: Any) -> Any:
@@ -120,24 +70,10 @@ def penalised_with_a_number(logits: Any, labels: Any) -> Any:
     return causal(logits, labels) + 0.1 * logits.logsumexp(-1).square().mean()
 
 
-def penalised_by_other_numbers(logits: Any, labels: Any) -> Any:
-    """The loss does not see the number that the penalty sees."""
-    return causal(0.5 * logits, labels) + 0.1 * (0.5 * (logits + 5) + 0.25).logsumexp(-1).square().mean()
-
-
 def penalised_without_gradient(logits: Any, labels: Any) -> Any:
     with torch.no_grad():
         seen = logits.logsumexp(-1)
     return causal(logits, labels), seen
-
-
-def each_in_int32(logits: Any, labels: Any) -> Any:
-    return logits.log_softmax(-1).gather(-1, labels.clamp(min=0).int()[..., None])
-
-
-def one_part(logits: Any, labels: Any) -> Any:
-    """A loop over parts of 128 rows, of which there is one."""
-    return sum(F.cross_entropy(part, labels.view(-1)) for part in logits.view(-1, V).split(128))
 
 
 def entropy(logits: Any) -> Any:
@@ -192,44 +128,77 @@ def both_watched(logits: Any, labels: Any) -> Any:
     return logs, torch.cat(found).view_as(logs)
 
 
-#: A function of logits and labels, or of a weight of each class too; and the operation that it becomes.
-FORMS: dict[str, tuple[Function, str]] = {
-    "causal": (causal, "linear_cross_entropy"),
-    "shifted logits": (shifted_logits, "linear_cross_entropy"),
-    "capped": (capped, "linear_cross_entropy"),
-    "scaled": (scaled, "linear_cross_entropy"),
-    "classes in the middle": (of_classes_in_the_middle, "linear_cross_entropy"),
-    "a cap behind a transpose": (of_a_transposed_cap, "linear_cross_entropy"),
-    "weighted": (weighted, "linear_cross_entropy"),
-    "weighted, each": (weighted_each, "linear_softmax_rows"),
-    "each": (each, "linear_softmax_rows"),
-    "likelihood": (likelihood, "linear_cross_entropy"),
-    "likelihood in the middle": (likelihood_in_the_middle, "linear_cross_entropy"),
-    "log-probabilities": (log_probabilities, "linear_softmax_rows"),
-    "some classes": (some_classes, "linear_cross_entropy"),
-    "another label is ignored": (another_ignored, "linear_cross_entropy"),
-    "penalised": (penalised, "linear_softmax_rows"),
-    "penalised in part": (penalised_in_part, "linear_softmax_rows"),
-    "penalised, weighted": (penalised_weighted, "linear_softmax_rows"),
-    "penalised, capped": (penalised_capped, "linear_softmax_rows"),
-    "penalised by hand": (penalised_by_hand, "linear_softmax_rows"),
-    "penalised, with a number": (penalised_with_a_number, "linear_softmax_rows"),
-    "penalised, with other numbers": (penalised_by_other_numbers, "linear_softmax_rows"),
-    "a penalty without a gradient": (penalised_without_gradient, "linear_softmax_rows"),
-    "entropy": (lambda logits, labels: entropy(logits), "linear_softmax_rows"),
-    "entropy of Categorical": (
-        lambda logits, labels: entropy_of_categorical(logits) * (labels > 2),
-        "linear_softmax_rows",
+#: Functions of logits and labels, or of a weight of each class too, that become `linear_cross_entropy`.
+LOSSES: dict[str, Function] = {
+    "causal": causal,
+    "shifted logits": shifted_logits,
+    "capped": capped,
+    # Of Granite and Cohere.
+    "scaled": lambda logits, labels: F.cross_entropy((0.25 * logits / 1.5).reshape(-1, V), labels.flatten()),
+    "classes in the middle": lambda logits, labels: nn.CrossEntropyLoss(label_smoothing=0.1)(
+        logits.transpose(1, 2), labels
     ),
-    "log_prob of Categorical": (policy, "linear_softmax_rows"),
-    "less logsumexps of parts": (less_parts, "linear_softmax_rows"),
-    "overwritten entropies": (overwritten_entropies, "linear_softmax_rows"),
-    "loss and entropy": (both, "linear_softmax_rows"),
-    "log-probabilities and entropy": (both_watched, "linear_softmax_rows"),
-    "labels in int32": (each_in_int32, "linear_softmax_rows"),
-    "one part": (one_part, "linear_cross_entropy"),
-    "one sample": (lambda logits, labels: F.cross_entropy(logits[1], labels[1]) * 2, "linear_cross_entropy"),
-}  # fmt: skip
+    "a cap behind a transpose": lambda logits, labels: F.cross_entropy(
+        torch.tanh(logits.mT / 3.0) * 3.0, labels, reduction="sum"
+    ),
+    "weighted": lambda logits, labels, weights: F.cross_entropy(
+        logits.view(-1, V), labels.view(-1), weights, label_smoothing=0.2
+    ),
+    "likelihood": likelihood,
+    "likelihood in the middle": lambda logits, labels: F.nll_loss(
+        torch.log_softmax(logits.mT, 1), labels, reduction="sum"
+    ),
+    "some classes": lambda logits, labels: F.cross_entropy(
+        logits[..., : V - 1].reshape(-1, V - 1), labels.clamp(0, V - 2).view(-1)
+    ),
+    # A class that there is.
+    "another label is ignored": lambda logits, labels: F.cross_entropy(
+        logits.view(-1, V), labels.clamp(min=0).view(-1), ignore_index=0
+    ),
+    # A loop over parts of 128 rows, of which there is one.
+    "one part": lambda logits, labels: sum(
+        F.cross_entropy(part, labels.view(-1)) for part in logits.view(-1, V).split(128)
+    ),
+    "one sample": lambda logits, labels: F.cross_entropy(logits[1], labels[1]) * 2,
+}
+#: Those that become `linear_softmax_rows`.
+ROWS: dict[str, Function] = {
+    "weighted, each": lambda logits, labels, weights: F.cross_entropy(
+        logits.view(-1, V), labels.view(-1), weights, reduction="none"
+    ),
+    # Rows that the caller weighs.
+    "each": lambda logits, labels: F.cross_entropy(
+        logits.view(-1, V), labels.view(-1), reduction="none", label_smoothing=0.1
+    ),
+    "log-probabilities": log_probabilities,
+    # The z-loss of PaLM, also of rows whose label is ignored.
+    "penalised": lambda logits, labels: causal(logits, labels) + 0.1 * logits.logsumexp(-1).square().mean(),
+    "penalised in part": lambda logits, labels: (
+        causal(logits, labels) + sum(part.logsumexp(-1).sum() for part in logits.flatten(0, 1).split(7)[:2])
+    ),
+    "penalised, weighted": penalised_weighted,
+    "penalised, capped": penalised_capped,
+    "penalised by hand": penalised_by_hand,
+    "penalised, with a number": penalised_with_a_number,
+    # The loss does not see the number that the penalty sees.
+    "penalised, with other numbers": lambda logits, labels: (
+        causal(0.5 * logits, labels) + 0.1 * (0.5 * (logits + 5) + 0.25).logsumexp(-1).square().mean()
+    ),
+    "a penalty without a gradient": penalised_without_gradient,
+    "entropy": lambda logits, labels: entropy(logits),
+    "entropy of Categorical": lambda logits, labels: entropy_of_categorical(logits) * (labels > 2),
+    "log_prob of Categorical": policy,
+    "less logsumexps of parts": less_parts,
+    "overwritten entropies": overwritten_entropies,
+    "loss and entropy": both,
+    "log-probabilities and entropy": both_watched,
+    "labels in int32": lambda logits, labels: logits.log_softmax(-1).gather(
+        -1, labels.clamp(min=0).int()[..., None]
+    ),
+}
+#: All of them, with the operation.
+FORMS = {name: (form, "linear_cross_entropy") for name, form in LOSSES.items()}
+FORMS |= {name: (form, "linear_softmax_rows") for name, form in ROWS.items()}
 
 
 def returned(logits: Any, labels: Any) -> Any:
@@ -250,15 +219,6 @@ def returned_slice(logits: Any, labels: Any) -> Any:
     return shifted_logits(logits, labels), logits
 
 
-def read_elsewhere(logits: Any, labels: Any) -> Any:
-    return causal(logits, labels) + 1e-4 * logits.square().mean()
-
-
-def penalised_elsewhere(logits: Any, labels: Any) -> Any:
-    """The logsumexp of other rows than those of the loss."""
-    return shifted_logits(logits, labels) + logits.logsumexp(-1).square().mean()
-
-
 def penalised_in_front(logits: Any, labels: Any) -> Any:
     """What the loss reads is made behind the penalty."""
     penalty = logits.logsumexp(-1).square().mean()
@@ -272,10 +232,6 @@ def labels_overwritten_behind_a_penalty(logits: Any, labels: Any) -> Any:
     return F.cross_entropy(logits.mT, labels) + penalty
 
 
-def probabilities(logits: Any, labels: Any) -> Any:
-    return F.cross_entropy(logits.view(-1, V), torch.softmax(logits.detach(), -1).view(-1, V))
-
-
 def overwritten(logits: Any, labels: Any) -> Any:
     logits[:, 0] = 0.0
     return causal(logits, labels)
@@ -285,14 +241,6 @@ def without_gradients(logits: Any, labels: Any) -> Any:
     with torch.no_grad():
         loss = causal(logits, labels)
     return loss + logits.sum()
-
-
-def of_another_softmax(logits: Any, labels: Any) -> Any:
-    return F.nll_loss(logits.view(-1, V).log_softmax(0), labels.view(-1))
-
-
-def classes_that_are_rows(logits: Any, labels: Any) -> Any:
-    return F.cross_entropy(logits.reshape(V, -1).t(), labels.view(-1))
 
 
 def of_as_many_classes_as_tokens(logits: Any, labels: Any) -> Any:
@@ -310,8 +258,15 @@ def rows_of_two_losses(logits: Any, labels: Any) -> Any:
 #: With a part of the reason.
 OTHERS: dict[str, tuple[Function, str]] = {
     "the logits are returned": (returned, "used-elsewhere"),
-    "the logits are read elsewhere": (read_elsewhere, "used-elsewhere"),
-    "a penalty of other rows": (penalised_elsewhere, "used-elsewhere"),
+    "the logits are read elsewhere": (
+        lambda logits, labels: causal(logits, labels) + 1e-4 * logits.square().mean(),
+        "used-elsewhere",
+    ),
+    # The logsumexp of other rows than those of the loss.
+    "a penalty of other rows": (
+        lambda logits, labels: shifted_logits(logits, labels) + logits.logsumexp(-1).square().mean(),
+        "used-elsewhere",
+    ),
     "a penalty of other logits": (
         lambda logits, labels: causal(logits * 2, labels) + logits.logsumexp(-1).mean(),
         "used-elsewhere",
@@ -322,12 +277,23 @@ OTHERS: dict[str, tuple[Function, str]] = {
     ),
     "a penalty in front": (penalised_in_front, "order"),
     "labels are overwritten behind a penalty": (labels_overwritten_behind_a_penalty, "overwritten"),
-    "probabilities": (probabilities, "loss"),
+    "probabilities": (
+        lambda logits, labels: F.cross_entropy(
+            logits.view(-1, V), torch.softmax(logits.detach(), -1).view(-1, V)
+        ),
+        "loss",
+    ),
     "a tensor is added": (lambda logits, labels, weights: causal(logits.tanh() + weights, labels), "loss"),
     "rounded": (lambda logits, labels: causal(logits.bfloat16(), labels), "rounded"),
     "capped twice": (lambda logits, labels: causal(logits.tanh().tanh(), labels), "loss"),
     "overwritten": (overwritten, "overwritten"),
     "gradients are off": (without_gradients, ""),
-    "another softmax": (of_another_softmax, "loss"),
-    "classes that are rows": (classes_that_are_rows, "loss"),
+    "another softmax": (
+        lambda logits, labels: F.nll_loss(logits.view(-1, V).log_softmax(0), labels.view(-1)),
+        "loss",
+    ),
+    "classes that are rows": (
+        lambda logits, labels: F.cross_entropy(logits.reshape(V, -1).t(), labels.view(-1)),
+        "loss",
+    ),
 }

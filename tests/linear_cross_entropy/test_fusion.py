@@ -15,6 +15,7 @@ from inductor_fusions.fusions.linear_cross_entropy import chunks
 from inductor_fusions.fusions.linear_cross_entropy.op import LINEAR_CROSS_ENTROPY
 from tests.linear_cross_entropy import forms
 from tests.linear_cross_entropy.forms import FORMS, OTHERS, B, Function, H, T, V, causal
+from tests.support.modules import Module
 
 CHUNK_ROWS = chunks.chunk_rows  # as it is, where a fixture has another
 
@@ -224,16 +225,10 @@ def test_hidden_states_are_used_elsewhere() -> None:
 def test_tied_weight() -> None:
     """That of an embedding, which gets both gradients."""
 
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(V, H)
+    def tied(net: Any, labels: Any) -> Any:
+        return causal(F.linear(net.embedding(labels).tanh(), net.embedding.weight), labels)
 
-        def forward(self, labels: Any) -> Any:
-            h = self.embedding(labels).tanh()
-            return causal(F.linear(h, self.embedding.weight), labels)
-
-    check(Tied(), (torch.randint(V, (B, T)),))
+    check(Module(tied, {"embedding": nn.Embedding(V, H)}), (torch.randint(V, (B, T)),))
 
 
 @pytest.mark.parametrize("product", ["matmul", "addmm"])

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from inductor_fusions import testing
 from inductor_fusions.fusions.linear_cross_entropy import chunks
 from inductor_fusions.fusions.linear_cross_entropy.chunks import Head, Pulls, walk
+from tests.support.modules import Module
 
 ROWS, WIDTH, CLASSES = 512, 16, 640
 
@@ -71,21 +72,14 @@ def test_chunks(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("each_row", [False, True])
 def test_graph_has_no_logits(each_row: bool) -> None:
     """Neither the logits nor a cast of them is a value of the graph any more."""
-    head = nn.Linear(WIDTH, CLASSES)
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = head
+    def loss(net: Any, h: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = net.head(h).float()
+        return nn.functional.cross_entropy(logits, labels, reduction="none" if each_row else "mean").sum()
 
-        def forward(self, h: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            logits = self.head(h).float()
-            return nn.functional.cross_entropy(logits, labels, reduction="none" if each_row else "mean").sum()
-
-    h = torch.randn(ROWS, WIDTH, requires_grad=True)
-    seen = testing.capture(
-        Model(), h, torch.randint(CLASSES, (ROWS,)), train=True, backend=testing.EAGER_AFTER_PASSES
-    )
+    model = Module(loss, {"head": nn.Linear(WIDTH, CLASSES)})
+    inputs = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randint(CLASSES, (ROWS,))
+    seen = testing.capture(model, *inputs, train=True, backend=testing.EAGER_AFTER_PASSES)
     assert len(seen.fused) == 1
     values = [n.meta.get("example_value") for graph in seen.graphs for n in graph.graph.nodes]
     sizes = [v.numel() for v in values if isinstance(v, torch.Tensor)]

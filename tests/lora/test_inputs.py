@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -52,19 +52,19 @@ class Gated(nn.Module):
         return F.silu(self.gate(x)) * self.up(x)
 
 
-@pytest.fixture
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def on_the_cpu() -> Iterator[pytest.MonkeyPatch]:
     """Every device counts: the operation is products one by one there."""
-
-    monkeypatch.setattr(inputs, "check_device", lambda value: None)
-    monkeypatch.setattr(inputs.profit, "narrow_kernel", lambda *shape: "narrow_mm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inputs, "check_device", lambda value: None)
+        patch.setattr(inputs.profit, "narrow_kernel", lambda *shape: "narrow_mm")
+        yield patch
 
 
 def rand(*shape: int) -> torch.Tensor:
     return torch.randn(shape).bfloat16().requires_grad_()
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("how", ["to", "float"])
 @pytest.mark.parametrize("shape", [(24, 64), (2, 3, 8, 64)], ids=str)
 def test_numbers(how: str, shape: tuple[int, ...]) -> None:
@@ -72,7 +72,6 @@ def test_numbers(how: str, shape: tuple[int, ...]) -> None:
     testing.check(Adapted(how), (rand(*shape),), fused=1, kernel="narrow_mm", train=True)
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 def test_weight_that_is_a_vector() -> None:
     def fn(x: Any, a: Any, b: Any) -> Any:
         return F.linear(F.linear(x.float(), a), b)
@@ -82,7 +81,6 @@ def test_weight_that_is_a_vector() -> None:
         testing.check(fn, args, fused=0, train=True, slack=4.0)
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 def test_the_graph_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many adapters there are: they are hundreds in large models."""
     calls: list[Any] = []
@@ -91,7 +89,6 @@ def test_the_graph_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 1
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 def test_the_input_is_kept_as_it_is() -> None:
     """What autograd keeps is smaller: no float32 matrix of the size of the input."""
 
@@ -117,7 +114,7 @@ def test_the_input_is_kept_as_it_is() -> None:
 
 
 @pytest.fixture
-def marked(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def marked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded sums are marked, as on a torch that takes casts out."""
     monkeypatch.setattr(inputs, "drops_narrow_casts", lambda: True)
 
@@ -164,7 +161,6 @@ def test_numbers_of_a_rounded_sum(backend: str) -> None:
     testing.check(Gated(), (rand(24, 64),), fused=2, kernel="narrow_mm", train=True, backend=backend)
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("how", ["dropout", "double first"])
 def test_another_input_stays(how: str) -> None:
     """The masked input is another value; what was rounded on the way is not the input."""
@@ -172,7 +168,6 @@ def test_another_input_stays(how: str) -> None:
     assert not seen.fused
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 def test_nothing_is_trained() -> None:
     """Without a gradient nothing is kept."""
     module = Adapted().requires_grad_(False)
@@ -215,7 +210,6 @@ def written(change: Change | None = None, later: Change | None = None, no_grad: 
     return fn
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize(("fn", "reason"), [
     (written(overwritten), "mul_ writes in place between the cast and the linear"),
     (written(wide_overwritten), "setitem writes in place"),
@@ -244,7 +238,6 @@ def test_input_that_is_not_what_was_widened(fn: Any, reason: str) -> None:
         assert float((y - z).detach().norm()) <= 0.02 * float(z.detach().norm())
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 def test_autocast_inside() -> None:
     """What A gives is bfloat16 there, and the casts to float32 and back are none."""
 
@@ -259,7 +252,6 @@ def test_autocast_inside() -> None:
     assert [site.verdict for site in seen.sites if site.fusion == "lora_input"] == ["left to stock"]
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 def test_transforms_of_functions() -> None:
     """The operation has no rule for them."""
 
@@ -275,7 +267,6 @@ def test_transforms_of_functions() -> None:
         assert seen.sites
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize(("rows", "train", "reported"), [(64, False, 0), (65, False, 1), (64, True, 1)])
 def test_few_rows_without_gradients(rows: int, train: bool, reported: int) -> None:
     """Decoding: the pair of kernels of the whole linear casts its input, and this has no site of its own."""
@@ -283,19 +274,20 @@ def test_few_rows_without_gradients(rows: int, train: bool, reported: int) -> No
     assert sum(site.fusion == "lora_input" for site in seen.sites) == reported
 
 
-def test_on_the_cpu_it_is_left_to_stock() -> None:
+def test_on_the_cpu_it_is_left_to_stock(on_the_cpu: pytest.MonkeyPatch) -> None:
+    on_the_cpu.undo()
     seen = testing.capture(Adapted(), rand(24, 64), train=True)
     assert [site.verdict for site in seen.sites if site.fusion == "lora_input"] == ["left to stock"]
 
 
-def test_on_a_device_without_autocast() -> None:
+def test_on_a_device_without_autocast(on_the_cpu: pytest.MonkeyPatch) -> None:
     """As in tools that compile models of any size on the device `meta`."""
+    on_the_cpu.undo()
     model, x = Adapted().to("meta"), rand(24, 64).detach().to("meta")
     seen = testing.capture(model, x.requires_grad_(), train=True, backend=testing.EAGER_AFTER_PASSES)
     assert [site.verdict for site in seen.sites if site.fusion == "lora_input"] == ["left to stock"]
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("trained", ["x and a", "a"])
 def test_input_that_the_caller_changes(trained: str) -> None:
     """Eager keeps a widened copy of it."""
@@ -319,7 +311,6 @@ def test_input_that_the_caller_changes(trained: str) -> None:
         torch.testing.assert_close(ours, eager, atol=0.1, rtol=0.05)
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 def test_copy_that_is_made_where_no_gradient_is_recorded() -> None:
     """One that autograd records is made for those behind it."""
     first, second, x = Adapted(), Adapted(), rand(24, 64)

@@ -121,11 +121,9 @@ def test_split(arch: int) -> None:
     summands = [(2, 3, 0)[i % 3] for i in range(len(shapes))]
     along = [int(columns < rows) for rows, columns in shapes]
     sizes = [3 * shape[dim] + 1 for shape, dim in zip(shapes, along, strict=True)]
-
-    def fn(*given: Any) -> Any:
-        return LORA_SPLIT(list(given), summands, along, sizes, HALF)
-
-    (kernel,) = written(fn, tuple(matrices), arch)
+    (kernel,) = written(
+        lambda *given: LORA_SPLIT(list(given), summands, along, sizes, HALF), tuple(matrices), arch
+    )
     (found,) = cuda_codegen.compile_kernel(kernel.source, arch)
     assert found.fits, found
 

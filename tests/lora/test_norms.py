@@ -37,10 +37,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
 
 
 def adapted(form: Callable[..., Any]) -> Callable[..., Any]:
-    def fn(x: Any, w: Any, a: Any, b: Any, v: Any) -> Any:
-        return form(x, F.linear(x, w), F.linear(F.linear(x.to(a.dtype), a), b), v)
-
-    return fn
+    return lambda x, w, a, b, v: form(x, F.linear(x, w), F.linear(F.linear(x.to(a.dtype), a), b), v)
 
 
 @pytest.mark.parametrize("name", FORMS)

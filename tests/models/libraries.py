@@ -230,7 +230,6 @@ def makers() -> Iterator[tuple[str, str, Maker]]:
 
 
 def row(library: str, name: str, maker: Maker, train: bool) -> dict[str, Any]:
-    """One row of the report."""
     found = _row(library, name, train)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -249,7 +248,6 @@ def _row(library: str, name: str, train: bool) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
     options = survey.parser("libraries", __doc__, "models whose 'library name' matches").parse_args(argv)
     warnings.simplefilter("ignore")
     missing = dict[str, str]()

@@ -274,7 +274,6 @@ def report_in(path: Path | None, name: str, **more: Any) -> Results | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
     options_of = parser("survey", __doc__, "types of models whose names match")
     options_of.add_argument("--attention", choices=("eager", "sdpa"), action="append", help="(both)")
     options = options_of.parse_args(argv)

@@ -165,8 +165,6 @@ def test_raises_what_the_model_raises() -> None:
 
 
 class Counting:
-    """A backend that counts its compiles."""
-
     def __init__(self) -> None:
         self.count = 0
 

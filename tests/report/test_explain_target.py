@@ -361,40 +361,38 @@ def test_every_known_device_is_a_target(name):
     ]  # fmt: skip
 
 
+def explained(command: str, code: int = 0) -> str:
+    """What `explain` prints, or says on stderr."""
+    done = CliRunner().invoke(cli.app, ["explain", *command.split()])
+    assert done.exit_code == code, done.output
+    return done.stdout if code == 0 else done.output + done.stderr
+
+
 @absent
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--target", "h201"], "unknown device"),
-    (["--target", "h200", "--device", "cpu"], "exclude each other"),
+@pytest.mark.parametrize(("options", "message"), [
+    ("--target h201", "unknown device"), ("--target h200 --device cpu", "exclude each other"),
 ])  # fmt: skip
-def test_mistakes_on_the_command_line(arguments, message):
-    done = CliRunner().invoke(cli.app, ["explain", "bert", *arguments])
-    assert done.exit_code == 2 and message in done.output + done.stderr
+def test_mistakes_on_the_command_line(options, message):
+    assert message in explained(f"bert {options}", code=2)
 
 
 def test_on_the_command_line():
     pytest.importorskip("transformers")
-    command = ["explain", "bert", "--layers", "1", "--seq", "128", "--attn", "eager", "--target", "h200"]
-    done = CliRunner().invoke(cli.app, command)
-    assert done.exit_code == 0, done.output
-    assert "nvidia_h200" in done.stdout or "measure" in done.stdout
+    said = explained("bert --layers 1 --seq 128 --attn eager --target h200")
+    assert "nvidia_h200" in said or "measure" in said
 
 
 def test_a_model_that_takes_few_tokens():
     """Its text model has the limit, which is less than the default."""
     pytest.importorskip("transformers")
-    command = ["explain", "clip", "--layers", "1", "--target", "h200"]
-    done = CliRunner().invoke(cli.app, command)
-    assert done.exit_code == 0 and "fused" in done.stdout, done.output
-    done = CliRunner().invoke(cli.app, [*command, "--seq", "78"])
-    assert done.exit_code == 2 and "at most 77 tokens" in done.output + done.stderr
+    assert "fused" in explained("clip --layers 1 --target h200")
+    assert "at most 77 tokens" in explained("clip --layers 1 --target h200 --seq 78", code=2)
 
 
 def test_weights_take_no_memory(monkeypatch):
     """A whole training step of a model that this machine cannot hold is explained for another one."""
     pytest.importorskip("transformers")
     monkeypatch.setattr(models.os, "sysconf", lambda name: 1)
-    command = ["explain", "gpt2", "--layers", "1", "--seq", "64", "--attn", "eager", "--train"]
-    done = CliRunner().invoke(cli.app, command)
-    assert done.exit_code == 2 and "billion parameters" in done.output + done.stderr
-    done = CliRunner().invoke(cli.app, [*command, "--target", "h200"])
-    assert done.exit_code == 0 and "attention" in done.stdout, done.output
+    command = "gpt2 --layers 1 --seq 64 --attn eager --train"
+    assert "billion parameters" in explained(command, code=2)
+    assert "attention" in explained(f"{command} --target h200")

@@ -21,6 +21,7 @@ from inductor_fusions.fusion import Candidate, Fusion, LeftToStock, Rejected
 from inductor_fusions.operands import check_kind
 from inductor_fusions.reasons import Reason, Said, code_of, like, page
 from inductor_fusions.sites import Site
+from tests.support.modules import Module
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -94,11 +95,7 @@ def after(fn: Callable[..., Any], *args: Any, **options: Any) -> list[Site]:
 
 def attention(between: Callable[[Any], Any] = lambda s: s, behind: Callable[[Any], Any] = lambda w: w) -> Any:
     """Attention with something in front of the softmax and behind it."""
-
-    def fn(q: Any, k: Any, v: Any) -> Any:
-        return behind(torch.softmax(between(q @ k.mT * 0.25), -1)) @ v
-
-    return fn
+    return lambda q, k, v: behind(torch.softmax(between(q @ k.mT * 0.25), -1)) @ v
 
 
 def after_on_cpu(fn: Callable[..., Any], *args: Any) -> list[Site]:
@@ -156,15 +153,10 @@ def packed(x: Any, w: Any) -> Any:
     return F.silu(gate) * up
 
 
-class Embedded(nn.Module):
+def embedded() -> nn.Module:
     """An embedding with an adapter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.a, self.b = nn.Embedding(32, 64), nn.Embedding(32, 8), nn.Linear(8, 64, bias=False)
-
-    def forward(self, i: torch.Tensor) -> torch.Tensor:
-        return self.base(i) + self.b(self.a(i))
+    parts = {"base": nn.Embedding(32, 64), "a": nn.Embedding(32, 8), "b": nn.Linear(8, 64, bias=False)}
+    return Module(lambda net, i: net.base(i) + net.b(net.a(i)), parts)
 
 
 def overwritten(q: Any, k: Any, v: Any) -> Any:
@@ -313,7 +305,7 @@ REACHED: dict[Reason, Callable[[], list[Site] | None]] = {
     ),
     Reason.CHOSEN: lambda: before(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), *qkv()),
     Reason.NO_BASE: lambda: after(lambda x, w, a, b: F.linear(F.linear(x, a), b), *operands()),
-    Reason.NO_MATRIX: lambda: after(Embedded().bfloat16(), torch.arange(16)),
+    Reason.NO_MATRIX: lambda: after(embedded().bfloat16(), torch.arange(16)),
     Reason.BEHIND_ADAPTER: lambda: after(
         lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b) * (x[:, :1] * w[:, 0]), *operands()
     ),

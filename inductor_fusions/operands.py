@@ -38,10 +38,25 @@ def holds(dtype: torch.dtype, *others: torch.dtype) -> bool:
     return any(mine.eps <= each.eps and mine.max >= each.max for each in theirs)
 
 
+class Seen:
+    """A tensor of a graph seen through views: see `attention.operands.Operand`."""
+
+    node: fx.Node
+    value: torch.Tensor
+
+
 def tensor(node: Any) -> torch.Tensor | None:
     """The fake tensor of a node, in Dynamo's graph or in one of aten operations; None if it is none."""
+    if isinstance(node, Seen):
+        return node.value
     found = value_of(node) if isinstance(node, fx.Node) else None
     return found if isinstance(found, torch.Tensor) else None
+
+
+def requires_grad(node: Any) -> bool:
+    """Whether a node is a tensor that takes a gradient."""
+    found = tensor(node)
+    return found is not None and found.requires_grad
 
 
 def value(node: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch import fx
 
 from ..graph.concatenation import taken_apart
 from ..graph.products import CASTS, MUL, RESHAPES, SPLITS, product
+from ..graph.search import reached
 from ..operands import holds, tensor, value
 from .columns import columns
 from .op import ACTIVATIONS, QUICK
@@ -192,13 +193,12 @@ def leaves(expression: Any) -> set[fx.Node]:
 
 def between(root: fx.Node, ends: set[fx.Node]) -> set[fx.Node]:
     """The tensors from some nodes to one that is computed of them, both included."""
-    found, waiting = set(), [root]
-    while waiting:
-        node = waiting.pop()
-        if node not in found and (tensor(node) is not None or node.target in SPLITS):
-            found.add(node)
-            waiting += [] if node in ends else node.all_input_nodes
-    return found
+
+    def inside(node: fx.Node) -> list[fx.Node]:
+        inputs = [] if node in ends else node.all_input_nodes
+        return [x for x in inputs if tensor(x) is not None or x.target in SPLITS]
+
+    return set(reached([root], inside))
 
 
 def behind(start: fx.Node, alone: bool = False) -> list[fx.Node]:

@@ -37,17 +37,8 @@ def sum_of_products(root: fx.Node) -> Sum | None:
     """Read a tree of additions whose leaves are products, but for one at most."""
     if root.target is not aten.add.Tensor or root.kwargs or not is_floating(root):
         return None
-    found = _read(root, with_bias=True)
-    if found is not None and not (found.rest is not None and any(p.bias is not None for p in found.terms)):
-        return found
-    return _read(root, with_bias=False)  # the operation adds one thing to its products, a vector or a matrix
-
-
-def _read(root: fx.Node, with_bias: bool) -> Sum | None:
-    """The sum under a node; with `with_bias`, one of its products may have a bias."""
     terms: list[Product] = []
     rest: list[fx.Node] = []
-    biases: list[fx.Node] = []
     inner: list[fx.Node] = []
 
     def visit(node: fx.Node, scale: float) -> None:
@@ -56,9 +47,7 @@ def _read(root: fx.Node, with_bias: bool) -> Sum | None:
             return
         found = product(node)
         if found is not None and found.scale == 1:
-            has_vector = found.bias is not None and value(found.bias).dim() == 1
-            if found.bias is None or (with_bias and has_vector and scale == 1 and not biases):
-                biases.extend([node] if has_vector else [])
+            if found.bias is None or (scale == 1 and value(found.bias).dim() == 1):
                 terms.append(replace(found, scale=scale))
                 return
         operands: tuple[Any, ...] = node.args
@@ -80,7 +69,9 @@ def _read(root: fx.Node, with_bias: bool) -> Sum | None:
         rest.append(node if scale == 1 else root)
 
     visit(root, 1.0)
-    if root in rest or len(rest) > 1 or len(terms) < 2:
+    # The operation adds one thing to its products, a vector or a matrix.
+    added = [*rest, *(p.bias for p in terms if p.bias is not None)]
+    if root in rest or len(added) > 1 or len(terms) < 2:
         return None
     if len({p.node for p in terms}) < len(terms):
         return None  # one product, of which stock adds the result twice

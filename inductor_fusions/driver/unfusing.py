@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from .._inductor import flex_backward_op, hint
@@ -54,14 +53,5 @@ def _write(node: fx.Node) -> None:
     }
     if given.get("dropout"):
         raise ValueError("the refused kernel draws its dropout")
-    held = [given.get(name) for name in ("grad", "q", "k", "v", "bias")]
-    present = [each for each in held if isinstance(each, fx.Node)]
-    scale, causal = given.get("scale"), bool(given.get("causal"))
-
-    def compute(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        left = iter(values)
-        every: list[Any] = [next(left) if isinstance(each, fx.Node) else None for each in held]
-        grad, q, k, v, bias = every
-        return gradients(grad, q, k, v, bias, scale, causal)
-
-    put_in_place(node, compute, present)
+    operands = [given.get(name) for name in ("grad", "q", "k", "v", "bias", "scale")]
+    put_in_place(node, gradients, (*operands, bool(given.get("causal"))))

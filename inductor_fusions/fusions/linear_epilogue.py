@@ -37,6 +37,7 @@ from ..graph.products import (
     unviewed,
     users_behind,
 )
+from ..graph.search import reached
 from ..operands import known_size, tensor, value
 from ..reasons import Reason
 
@@ -115,21 +116,19 @@ def _has_nonlinear_tail(node: fx.Node, steps: int = _STEPS) -> bool:
 def _expert(node: fx.Node) -> fx.Node | None:
     """The batch of products whose activation is an operand of another batch, which a node is."""
     for operand in node.all_input_nodes[-2:]:
-        waiting, ends, seen = [operand], set[fx.Node](), set[fx.Node]()
-        while waiting and len(seen) < _MOST_STEPS:
-            inner = waiting.pop()
-            if inner in seen or tensor(inner) is None:
-                continue
-            seen.add(inner)
-            if inner.target in RESHAPES | {aten.permute.default} or is_pointwise(inner):
-                waiting += inner.all_input_nodes
-            else:
-                ends.add(inner)
-        found = ends.pop() if len(ends) == 1 else None
+        seen = list(reached([operand], _inputs_of_pointwise, _MOST_STEPS))
+        ends = [inner for inner in seen if not _inputs_of_pointwise(inner)]
+        found = ends[0] if len(ends) == 1 else None
         if found is not None and found.target in _BATCHES and any(each.target in _NONLINEAR for each in seen):
             scores = _is_turned(found) and not _is_turned(node)
             return None if scores else found
     return None
+
+
+def _inputs_of_pointwise(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a pointwise operation, or what orders elements anew, reads; none of another one."""
+    passed = node.target in RESHAPES | {aten.permute.default} or is_pointwise(node)
+    return [x for x in node.all_input_nodes if passed and tensor(x) is not None]
 
 
 def _is_turned(node: fx.Node) -> bool:
@@ -208,15 +207,9 @@ def _is_computed_with_operands(node: fx.Node) -> bool:
 
 def _depends(node: fx.Node, sources: set[fx.Node]) -> bool:
     """Whether a node is computed from one of these; also if that takes many steps to see."""
-    first, waiting, seen = min(sources), [node], set[fx.Node]()
-    while waiting:
-        inner = waiting.pop()
-        if inner in sources or len(seen) > _MOST_STEPS:
-            return True
-        if inner not in seen and first < inner:
-            seen.add(inner)
-            waiting += inner.all_input_nodes
-    return False
+    first = min(sources)
+    found = list(reached([node], lambda x: [y for y in x.all_input_nodes if not y < first], _MOST_STEPS + 2))
+    return len(found) > _MOST_STEPS + 1 or not sources.isdisjoint(found)
 
 
 class LinearEpilogue(Candidate):

@@ -19,6 +19,7 @@ from .._inductor import Match, hint
 from ..fusion import Candidate, Fusion, Scope, nodes_of
 from ..graph.builder import Builder
 from ..graph.products import CASTS, VIEWS, is_pointwise
+from ..graph.search import reached
 from ..lowering import define
 from ..operands import tensor, text, value
 from ..reasons import Reason
@@ -71,16 +72,12 @@ def _sources(index: fx.Node) -> set[fx.Node]:
 
 def _chain(node: fx.Node) -> list[fx.Node]:
     """A node and those that are computed into it, element by element."""
-    found, waiting = {node: None}, [node]
-    while waiting:
-        each = waiting.pop()
-        if not is_pointwise(each) and not (each.op == "call_function" and each.target in VIEWS):
-            continue
-        for other in each.all_input_nodes:
-            if other not in found and tensor(other) is not None:
-                found[other] = None
-                waiting.append(other)
-    return list(found)
+
+    def inside(each: fx.Node) -> list[fx.Node]:
+        passed = is_pointwise(each) or (each.op == "call_function" and each.target in VIEWS)
+        return [other for other in each.all_input_nodes if passed and tensor(other) is not None]
+
+    return list(reached([node], inside))
 
 
 class StoredIndices(Candidate):

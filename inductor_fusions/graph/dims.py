@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from .._inductor import known_true, value_of
-from .torch_ops import TRANSPOSES, Op, concrete, read, tensor
+from ..operands import tensor
+from .torch_ops import TRANSPOSES, Op, concrete, read
 
 _MOVES = frozenset({"movedim", "moveaxis"})
 #: Operations that take some elements, or one, of a dim.

@@ -9,8 +9,9 @@ from torch import fx
 
 from .._inductor import known_true
 from ..fusion import Rejected
+from ..operands import tensor
 from ..reasons import Reason
-from .torch_ops import Op, tensor
+from .torch_ops import Op
 
 
 @dataclass(frozen=True)

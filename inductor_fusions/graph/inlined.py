@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,20 +14,28 @@ from ..reasons import Reason
 
 
 def put_in_place(
-    node: fx.Node, compute: Callable[..., tuple[torch.Tensor, ...]], inputs: Sequence[fx.Node]
+    node: fx.Node, compute: Callable[..., tuple[torch.Tensor, ...]], arguments: tuple[Any, ...]
 ) -> None:
     """Replace a node with several results by the aten operations of a function.
 
     Args:
         node: its users are `getitem` nodes. It stays for results that `compute` does not return.
-        compute: takes the values of `inputs` and returns the first results of `node`.
-        inputs: nodes of the graph.
+        compute: takes `arguments` and returns the first results of `node`.
+        arguments: nodes of the graph, which are tensors, and other values; also in tuples and dictionaries.
 
     Raises:
         Rejected: the function holds a constant tensor.
     """
     graph = node.graph
-    traced = trace_decomposed(compute, [value(each) for each in inputs], fake_mode_of(graph))
+    inputs: list[fx.Node] = []
+    fx.node.map_arg(arguments, inputs.append)
+
+    def computed(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        left = iter(values)
+        given: Any = fx.node.map_arg(arguments, lambda _: next(left))
+        return compute(*given)
+
+    traced = trace_decomposed(computed, [value(each) for each in inputs], fake_mode_of(graph))
     places: dict[fx.Node, Any] = {}
     left, outputs = iter(inputs), []
     for each in traced.graph.nodes:

@@ -16,6 +16,7 @@ from torch import fx
 from ..reasons import Reason
 from .facts import move
 from .products import VIEWS, Product, operands_of, users_behind
+from .search import reached
 
 aten = torch.ops.aten
 
@@ -126,20 +127,14 @@ def _free(
         members: nodes that stay, even if they are views.
         movable: nodes that may be moved, although they are not views.
     """
-    free: set[fx.Node] = set()
-    roots: set[fx.Node] = set()
-    waiting = list(operands)
-    while waiting:
-        node = waiting.pop()
-        if node in free:
-            continue
-        moves = node in movable or node.target in VIEWS or _is_size(node)
-        if node not in members and node.op == "call_function" and moves:
-            free.add(node)
-            waiting += node.all_input_nodes
-        else:
-            roots.add(node)
-    return free, roots
+
+    def moves(node: fx.Node) -> bool:
+        free = node in movable or node.target in VIEWS or _is_size(node)
+        return free and node not in members and node.op == "call_function"
+
+    found = set(reached(operands, lambda node: node.all_input_nodes if moves(node) else ()))
+    free = set(filter(moves, found))
+    return free, found - free
 
 
 def _is_size(node: fx.Node) -> bool:

@@ -163,6 +163,14 @@ def scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
     return None
 
 
+def multiplied(node: fx.Node) -> list[tuple[fx.Node, Any]]:
+    """Both readings of a multiplication: what it multiplies, which is a node, and what by."""
+    if node.target not in MUL or len(node.args) != 2 or node.kwargs:
+        return []
+    first, second = node.args
+    return [(x, by) for x, by in ((first, second), (second, first)) if isinstance(x, fx.Node)]
+
+
 def _of_padded_rows(node: fx.Node) -> fx.Node | None:
     """The product whose first rows a node is, or None."""
     if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.kwargs or node.args[1:3] != (0, 0):

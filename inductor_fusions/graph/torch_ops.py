@@ -22,6 +22,8 @@ from .._inductor import ATTRIBUTES, numpy_name, remembered, value_of
 from ..effects.inplace import arguments
 from ..effects.liveness import readers
 from ..effects.writes import is_in_place, is_told_to_overwrite
+from ..operands import Seen
+from ..operands import tensor as tensor
 from ..reasons import Reason
 
 #: Every operation that is read, by the names of its arguments in positional order.
@@ -273,13 +275,6 @@ def _bind(node: fx.Node, name: str, inplace: bool, args: tuple[Any, ...], kwargs
     return Op(node, name, bound, tuple(args[len(order) :]), inplace)
 
 
-class Seen:
-    """A tensor of the graph seen through views: see `operands.Operand`."""
-
-    node: fx.Node
-    value: torch.Tensor
-
-
 def source(node: Any) -> Any:
     """The node of a `Seen`; anything else is returned."""
     return node.node if isinstance(node, Seen) else node
@@ -292,12 +287,6 @@ def value(node: Any) -> Any:
     if not isinstance(node, fx.Node):
         return node
     return value_of(node)
-
-
-def tensor(node: Any) -> torch.Tensor | None:
-    """The fake tensor of a node, or None."""
-    found = value(node)
-    return found if isinstance(found, torch.Tensor) else None
 
 
 def linear_of(node: Any) -> tuple[fx.Node, fx.Node, bool, Any] | None:

@@ -17,7 +17,7 @@ from .._inductor import fake_mode_of, hint, known_true, suppress_guards
 from ..effects.modes import GRADIENT_MODES, TRANSFORMS, name_of
 from ..effects.writes import may_alias, storage, written
 from ..graph.builder import Builder
-from ..operands import tensor
+from ..operands import requires_grad, tensor
 from .copies import OWN
 from .leaving import copied, is_transformed, leaves_of
 
@@ -42,7 +42,7 @@ class Keeping:
         seen = [] if recomputed else [*given, *(node for node in returned if isinstance(node, fx.Node))]
         self.in_other_hands = {storage(node) for node in seen} - {None}
         #: Memory of expanded inputs that require a gradient: each repetition has a gradient of its own.
-        trained = [n for n in given if (held := tensor(n)) is not None and held.requires_grad]
+        trained = [n for n in given if requires_grad(n)]
         self.repeated = {storage(n) for n in trained if _repeats(n)} - {None}
         self._copies: list[tuple[fx.Node, fx.Node]] = []
 

@@ -18,8 +18,8 @@ from ...effects.inplace import arguments
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.dims import bounds, per_dim
-from ...graph.torch_ops import VIEWS, concrete, read, tensor
-from ...operands import same_shape
+from ...graph.torch_ops import VIEWS, concrete, read
+from ...operands import same_shape, tensor
 from ...reasons import Reason
 from .arrangement import Arrangement
 from .normal_form import Below, Term

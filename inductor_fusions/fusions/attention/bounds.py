@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 
 from ...graph.dims import Reduction, permutation, picked, reduction_at
-from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, concrete, read, tensor
-from ...operands import same_shape
+from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, concrete, read
+from ...operands import same_shape, tensor
 from .aliasing import Mutations
 
 _MOST_STEPS = 16

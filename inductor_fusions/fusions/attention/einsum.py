@@ -8,7 +8,8 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...graph.einsum import Equation, equation
-from ...graph.torch_ops import Op, tensor
+from ...graph.torch_ops import Op
+from ...operands import tensor
 from ...reasons import Reason
 from .arrangement import NOT_OVER_KEYS, OVER_ANOTHER_DIM, OWN_VALUES, Arrangement, Misplaced
 from .operands import Operand, product

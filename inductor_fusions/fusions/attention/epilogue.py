@@ -14,8 +14,8 @@ from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
 from ...graph.dims import permutation, selection
-from ...graph.torch_ops import Op, dropout_p, read, tensor, value
-from ...operands import same_shape
+from ...graph.torch_ops import Op, dropout_p, read, value
+from ...operands import same_shape, tensor
 from ...reasons import Reason
 from .arrangement import Arrangement, Misplaced, is_view
 from .masks import Interpreter

@@ -26,12 +26,13 @@ from ..._inductor import (
 )
 from ...graph import torch_ops
 from ...graph.builder import Builder
+from ...operands import requires_grad
 from .flex_body import Body
 from .masks import Bool
 from .normal_form import SCORE_FUNCTIONS, Stage
 from .operands import Operand
 from .predicates import BlockWriter, Writer
-from .problem import Problem, is_number, takes_gradient
+from .problem import Problem, is_number
 from .structure import BATCH, KEY, QUERY
 
 #: More blocks than any row has.
@@ -193,7 +194,7 @@ _PRODUCTS = {"mul": torch.mul, "div": torch.div}
 
 def _element(body: Body, problem: Problem, operand: Operand) -> Any:
     """The element of a tensor beside q, k and v for this score."""
-    return body.load_score(_indexable(body, problem, operand.built(body.outer), takes_gradient(operand.node)))
+    return body.load_score(_indexable(body, problem, operand.built(body.outer), requires_grad(operand.node)))
 
 
 def _factor(body: Body, problem: Problem, by: Operand | fx.Node) -> Any:
@@ -204,7 +205,7 @@ def _factor(body: Body, problem: Problem, by: Operand | fx.Node) -> Any:
     # Mods capture tensors of one device. A product, because AOTAutograd keeps symbolic numbers in these.
     one = build.call(torch.ones, (), dtype=torch.float32, device=problem.q.value.device)
     number = build.call(torch.mul, one, node)
-    return body.load_score(_indexable(body, problem, number, takes_gradient(node)))
+    return body.load_score(_indexable(body, problem, number, requires_grad(node)))
 
 
 def _indexable(body: Body, problem: Problem, node: fx.Node, learns: bool) -> fx.Node:
@@ -332,4 +333,4 @@ def _beside(problem: Problem) -> list[Operand]:
 def _learns(problem: Problem) -> bool:
     """Whether a tensor that the kernel reads beside q, k and v takes a gradient."""
     late = (by for scalers in problem.late_scalers for _, by in scalers)
-    return any(map(takes_gradient, (*problem.mask_nodes, *(each.node for each in _beside(problem)), *late)))
+    return any(map(requires_grad, (*problem.mask_nodes, *(each.node for each in _beside(problem)), *late)))

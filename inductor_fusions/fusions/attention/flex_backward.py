@@ -167,16 +167,11 @@ class FlexBackward(Candidate):
 
     def rewrite(self) -> str:
         given = self.given
-        fields = {name: getattr(given, name) for name in TENSORS}
-        present: list[fx.Node] = []
-        fx.node.map_arg(fields, present.append)
 
-        def compute(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            left = iter(values)
-            tensors: Any = fx.node.map_arg(fields, lambda _: next(left))
+        def compute(tensors: dict[str, Any]) -> tuple[torch.Tensor, ...]:
             return Products(replace(given, **tensors), self.mods).gradients(self.chunk, self._keys)
 
-        put_in_place(self.anchor, compute, present)
+        put_in_place(self.anchor, compute, ({name: getattr(given, name) for name in TENSORS},))
         return f"products in chunks of {self.chunk} queries"
 
 

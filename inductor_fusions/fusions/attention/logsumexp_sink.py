@@ -10,8 +10,8 @@ from torch import fx
 
 from ...effects.liveness import readers
 from ...graph.dims import appends_dim, is_over_last
-from ...graph.torch_ops import CASTS, read, reads_metadata, tensor
-from ...operands import same_shape
+from ...graph.torch_ops import CASTS, read, reads_metadata
+from ...operands import same_shape, tensor
 from ...reasons import Reason
 from .normal_form import Attention, Sink, Term
 

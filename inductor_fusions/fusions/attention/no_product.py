@@ -9,7 +9,8 @@ from torch import fx
 
 from ..._inductor import hint, is_body, known_true
 from ...fusion import Rejected
-from ...graph.torch_ops import ADDING, CASTS, NUMPY, PRODUCTS, VIEWS, Op, read, tensor
+from ...graph.torch_ops import ADDING, CASTS, NUMPY, PRODUCTS, VIEWS, Op, read
+from ...operands import tensor
 from ...reasons import Reason
 
 NO_PRODUCT = Reason.NO_PRODUCT("no product of queries and keys precedes the softmax")

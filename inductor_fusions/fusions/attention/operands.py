@@ -19,14 +19,14 @@ from ..._inductor import hint, known_true
 from ...graph import torch_ops
 from ...graph.builder import Builder
 from ...graph.dims import permutation
-from ...operands import check_given, check_kind, same_shape
+from ...operands import Seen, check_given, check_kind, same_shape
 
 #: The name of a method of tensors, or a function, and its arguments after the tensor.
 Step = tuple[str | Callable[..., torch.Tensor], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
-class Operand(torch_ops.Seen):
+class Operand(Seen):
     """A node and the operations to apply to it.
 
     Attributes:

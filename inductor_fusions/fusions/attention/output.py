@@ -16,8 +16,8 @@ from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
 from ...graph.dims import reduced
-from ...graph.torch_ops import PRODUCTS, Op, read, reads_metadata, tensor, value
-from ...operands import same_shape
+from ...graph.torch_ops import PRODUCTS, Op, read, reads_metadata, value
+from ...operands import same_shape, tensor
 from ...reasons import Reason
 from . import einsum, epilogue
 from .arrangement import OVER_ANOTHER_DIM, OWN_KEYS, OWN_VALUES, Arrangement, Misplaced, permuted

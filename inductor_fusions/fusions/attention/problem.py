@@ -11,7 +11,7 @@ from torch import fx
 
 from ..._inductor import holds_now, known_true, value_of
 from ...graph import torch_ops
-from ...operands import check_random_numbers, holds, same_shape
+from ...operands import check_random_numbers, holds, requires_grad, same_shape
 from ...reasons import Reason
 from .masks import holds_fills_alone
 from .normal_form import Result, Stage, Term
@@ -105,7 +105,7 @@ class Problem:
     def mask_learns(self) -> bool:
         """Whether one of these or the sink takes a gradient. In inference a parameter takes none either."""
         sink = [] if self.sink is None else [self.sink[0]]
-        return self.train and any(map(takes_gradient, (*self.mask_nodes, *sink)))
+        return self.train and any(map(requires_grad, (*self.mask_nodes, *sink)))
 
     @property
     def first_scale(self) -> Any:
@@ -195,12 +195,6 @@ def check_not_empty(problem: Problem) -> None:
 
 def _sizes(problem: Problem) -> tuple[Any, ...]:
     return (*problem.q.shape, problem.k.shape[2], problem.v.shape[3])
-
-
-def takes_gradient(node: Any) -> bool:
-    """Whether a tensor of the graph takes a gradient."""
-    found = torch_ops.tensor(node)
-    return found is not None and found.requires_grad
 
 
 def is_in_rows(value: torch.Tensor) -> bool:

@@ -20,8 +20,8 @@ from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
 from ...graph.dims import reduced
-from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, VIEWS, read, tensor
-from ...operands import same_shape
+from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, VIEWS, read
+from ...operands import same_shape, tensor
 from ...reasons import Reason
 from .arrangement import NOT_OVER_KEYS, OWN_VALUES, Arrangement, Misplaced
 from .logsumexp_sink import logsumexp_of, read_sink

@@ -14,8 +14,8 @@ from ...effects.writes import memory, storage
 from ...graph import torch_ops
 from ...graph.einsum import Equation, equation
 from ...graph.torch_ops import Op
+from ...operands import requires_grad
 from .operands import product
-from .problem import takes_gradient
 
 
 def remembered(nodes: Iterable[fx.Node], fake_mode: Any) -> set[object]:
@@ -41,7 +41,7 @@ def _kept(op: Op) -> Iterator[object]:
     elif op.name in ("mul", "div"):
         one, other = op.input, op["other"]
         for kept, partner in ((one, other), (other, one)):
-            if takes_gradient(partner):
+            if requires_grad(partner):
                 yield storage_of(kept)
 
 
@@ -56,7 +56,7 @@ def _of_product(op: Op) -> Iterator[object]:
         given = (op.input, op["weight"] if op.name == "linear" else op["other"])
         read = tuple(_in_one_batch(torch_ops.tensor(x), torch_ops.tensor(op.node)) for x in given)
     for i, kept in enumerate(read):
-        if kept is not None and takes_gradient(given[1 - i]):
+        if kept is not None and requires_grad(given[1 - i]):
             yield memory(kept)
 
 

@@ -14,7 +14,8 @@ from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
 from ...graph.dims import reduced
-from ...graph.torch_ops import Op, tensor
+from ...graph.torch_ops import Op
+from ...operands import tensor
 from ...reasons import Reason
 from .arrangement import Arrangement
 from .bounds import is_at_most, nodes_of, reduction_of

@@ -14,8 +14,9 @@ from ...effects.liveness import readers
 from ...fusion import Candidate, Rejected, Reported
 from ...graph.dims import is_transposed
 from ...graph.einsum import equation_of, operands
-from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, TRANSPOSES, VIEWS, Op, read, scaled_by, tensor
-from ...operands import text
+from ...graph.search import reached
+from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, TRANSPOSES, VIEWS, Op, read, scaled_by
+from ...operands import tensor, text
 from ...reasons import Reason
 from .operands import product
 from .written_out import EXPONENTIALS, SOFTMAXES, weights_of
@@ -205,18 +206,12 @@ def over_edges(exp: fx.Node) -> Candidate | None:
 
 def _behind(node: fx.Node, passed: frozenset[str], ends: frozenset[str]) -> list[fx.Node]:
     """The nearest operations of some names behind others."""
-    waiting, seen, found = [node], {node}, list[fx.Node]()
-    while waiting and len(seen) < _REACH:
-        for user in readers(waiting.pop(0)):
-            op = read(user)
-            if op is None or user in seen:
-                continue
-            seen.add(user)
-            if op.name in ends:
-                found.append(user)
-            elif op.name in passed:
-                waiting.append(user)
-    return found
+
+    def named(each: fx.Node, names: frozenset[str]) -> list[fx.Node]:
+        return [user for user in readers(each) if (op := read(user)) is not None and op.name in names]
+
+    inside = reached([node], lambda each: named(each, passed - ends), _REACH)
+    return list(dict.fromkeys(user for each in inside for user in named(each, ends)))
 
 
 def _function(weights: fx.Node) -> tuple[str, bool]:

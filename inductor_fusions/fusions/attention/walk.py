@@ -18,8 +18,8 @@ from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
 from ...graph.dims import permutation
-from ...graph.torch_ops import Op, dropout_p, read, reads_metadata, tensor
-from ...operands import same_shape
+from ...graph.torch_ops import Op, dropout_p, read, reads_metadata
+from ...operands import same_shape, tensor
 from ...reasons import Reason
 from . import einsum
 from .arrangement import NOT_OVER_KEYS, Arrangement, Misplaced, is_view, permuted

@@ -25,8 +25,8 @@ from torch import fx
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.dims import permutation, picked, reduced, reduction_at
-from ...graph.torch_ops import CASTS, COPIES, PRODUCTS, TRANSPOSES, VIEWS, Op, read, reads_metadata, tensor
-from ...operands import same_shape
+from ...graph.torch_ops import CASTS, COPIES, PRODUCTS, TRANSPOSES, VIEWS, Op, read, reads_metadata
+from ...operands import same_shape, tensor
 from ...reasons import Reason
 from .arrangement import Arrangement
 from .normal_form import Attention

@@ -11,6 +11,7 @@ from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...graph.dims import WHOLE, is_over_last, is_transposed, permuted_by, selection
 from ...graph.einsum import equation_of
+from ...graph.search import reached
 from ...graph.torch_ops import CASTS, PRODUCTS, VIEWS, Op, read
 from ...operands import tensor
 from .recognise import FLATTENS, features_of, gathered, is_index, is_row, squared
@@ -138,15 +139,12 @@ def _is_correlation(op: Op) -> bool:
     values = [tensor(side) for side in sides]
     if kept != [True, True] or any(value is None or value.dim() != 2 for value in values):
         return False
-    waiting, passed = [op.node], frozenset("mul div sub add pow square".split())
-    for node in waiting:
-        for user in readers(node):
-            by = read(user)
-            if by is not None and by.name in ("diagonal", "diag"):
-                return True
-            if by is not None and by.name in passed and user not in waiting and len(waiting) < 8:
-                waiting.append(user)
-    return False
+
+    def named(node: fx.Node, *names: str) -> list[fx.Node]:
+        return [user for user in readers(node) if (by := read(user)) is not None and by.name in names]
+
+    passed = reached([op.node], lambda node: named(node, "mul", "div", "sub", "add", "pow", "square"), 8)
+    return any(named(node, "diagonal", "diag") for node in passed)
 
 
 def _through_matrices(product: Any) -> fx.Node | None:

@@ -26,6 +26,7 @@ from ...graph.products import (
     through,
     users_behind,
 )
+from ...graph.search import reached
 from ...operands import tensor, value
 from ...reasons import Reason, Said
 
@@ -194,17 +195,9 @@ def _summed(node: fx.Node) -> list[fx.Node]:
 
 def _is_of(node: fx.Node, other: fx.Node) -> bool:
     """Whether an operand of a product or a convolution is computed of a linear of the other one's input."""
-    inputs = _inputs(other)
-    waiting, seen = [x for base in _bases(node) for x in base.all_input_nodes], set[fx.Node]()
-    while waiting and len(seen) < 2 * MOST_STEPS:
-        each = waiting.pop()
-        found = product(each)
-        if found is not None and identity(found.a) in inputs:
-            return True
-        if each not in seen and found is None:
-            seen.add(each)
-            waiting += each.all_input_nodes
-    return False
+    inputs, starts = _inputs(other), [x for base in _bases(node) for x in base.all_input_nodes]
+    inside = reached(starts, lambda x: x.all_input_nodes if product(x) is None else (), 2 * MOST_STEPS)
+    return any(found is not None and identity(found.a) in inputs for found in map(product, inside))
 
 
 def _bases(node: fx.Node) -> list[fx.Node]:

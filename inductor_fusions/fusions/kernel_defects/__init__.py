@@ -132,7 +132,9 @@ class CudnnCalls(Candidate):
         written = [call for call in single if call not in by_flash]
         by_cudnn = [call for call in self.backward if call not in (*by_flash, *written)]
         for call in written:
-            _write_out(call)
+            operands = [call.args[i] for i in (_GRADIENT, _QUERY, _KEY, _VALUE)]
+            settings = (None, call.kwargs.get("scale"), bool(_argument(call, _CAUSAL)))
+            put_in_place(call, gradients, (*operands, *settings))
         with suppress_guards(mode), torch.no_grad(), computing_fakes(mode):
             for call in self.dropped:
                 given = list(call.args)
@@ -184,18 +186,6 @@ def _use_flash(call: fx.Node) -> None:
     made.meta = {**call.meta, "val": made.meta["val"]}
     call.replace_all_uses_with(made)
     call.graph.erase_node(call)
-
-
-def _write_out(call: fx.Node) -> None:
-    """Put matrix products in the place of a backward."""
-    scale: Any = call.kwargs.get("scale")
-    causal = bool(_argument(call, _CAUSAL))
-    operands: list[Any] = [call.args[i] for i in (_GRADIENT, _QUERY, _KEY, _VALUE)]
-
-    def compute(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return gradients(grad, q, k, v, None, scale, causal)
-
-    put_in_place(call, compute, operands)
 
 
 def own_dropout(dropout: Any) -> float:

@@ -26,7 +26,7 @@ from ...effects.writes import check_between, check_kept, check_writes, effects, 
 from ...fusion import Candidate, Fusion, Reported, Scope
 from ...graph.torch_ops import CASTS, VIEWS, forms, read, reads_metadata
 from ...layouts.keeping import Keeping
-from ...operands import check_kind, profitable, tensor, text, tokens_of, value
+from ...operands import check_kind, profitable, requires_grad, tensor, text, tokens_of, value
 from ...reasons import Reason
 from . import emit, recognise, statistics
 from .recognise import LossSite, Unsupported
@@ -60,15 +60,13 @@ class LossHead(Candidate):
     @property
     def trains(self) -> bool:
         """Whether the loss is differentiated."""
-        out = tensor(self.anchor)
-        return out is not None and out.requires_grad
+        return requires_grad(self.anchor)
 
     @property
     def wants(self) -> list[bool]:
         """Whether gradients of h, of w and of the bias are wanted."""
         site = self.site
-        held = [tensor(node) for node in (site.h, site.w, site.bias)]
-        return [self.trains and t is not None and t.requires_grad for t in held]
+        return [self.trains and requires_grad(node) for node in (site.h, site.w, site.bias)]
 
     @property
     def in_one_pass(self) -> bool:
@@ -98,7 +96,7 @@ class LossHead(Candidate):
     @property
     def _constants(self) -> list[statistics.Statistic]:
         """The statistics that no gradient is taken of, in any mode."""
-        return [each for each in self.statistics if not statistics.takes_gradient(each.node)]
+        return [each for each in self.statistics if not requires_grad(each.node)]
 
     @property
     def _logits(self) -> torch.Tensor:
@@ -149,7 +147,7 @@ class LossHead(Candidate):
         path = [*site.path, *(node for each in others for node in each.path), *results]
         check_between(path, max(results), "the linear and the loss", modes, known, held)
         for result, nodes in ((site.loss, site.path), *((each.node, each.path) for each in others)):
-            if statistics.takes_gradient(result) and any(map(_detaches, nodes)):
+            if requires_grad(result) and any(map(_detaches, nodes)):
                 raise Reason.LOSS.rejected(
                     f"the logits are detached, and {result.name} is differentiated by what is added to them"
                 )

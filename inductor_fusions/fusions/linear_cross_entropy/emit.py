@@ -12,7 +12,7 @@ from torch import fx
 from ...graph.builder import Builder
 from ...graph.dims import WHOLE, per_dim
 from ...graph.torch_ops import VIEWS, read
-from ...operands import tensor, value
+from ...operands import requires_grad, tensor, value
 from .op import LINEAR_CROSS_ENTROPY, SOFTMAX_ROWS
 from .recognise import LossSite
 from .statistics import Statistic
@@ -225,7 +225,7 @@ def _as_before(build: Builder, site: LossSite, found: fx.Node, replaced: fx.Node
         found = build.call("reshape", found, tuple(out.shape))
     # The loss says it as well: operands that are copied for the backward do not.
     given = (site.loss, site.h, site.w, site.bias)
-    if not out.requires_grad and any(x is not None and value(x).requires_grad for x in given):
+    if not out.requires_grad and any(map(requires_grad, given)):
         found = build.call("detach", found)
     found.meta[build.key] = out  # which takes a gradient
     return found

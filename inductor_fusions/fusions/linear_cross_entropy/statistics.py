@@ -22,7 +22,7 @@ from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.dims import SELECTS, is_over_last
 from ...graph.torch_ops import CASTS, COPIES, VIEWS, Op, read
-from ...operands import tensor, value
+from ...operands import requires_grad, tensor, value
 from . import entropies, recognise
 from .entropies import Entropy
 from .logits import Logits, walk
@@ -76,12 +76,6 @@ def of(site: LossSite) -> list[Statistic]:
         each for each in found
         if (len(clamped) == 1 if each.entropy else not own.issuperset(readers(each.node)))
     ]  # fmt: skip
-
-
-def takes_gradient(node: fx.Node) -> bool:
-    """Whether a result is differentiated."""
-    found = tensor(node)
-    return found is not None and found.requires_grad
 
 
 def alone(op: Op) -> LossSite | None:
@@ -175,7 +169,7 @@ def _operations(matrices: Iterable[fx.Node]) -> Iterator[Op]:
 
 def _of_result(site: LossSite, node: fx.Node, logits: fx.Node, entropy: Entropy | None) -> Statistic | None:
     """A result of the logits that the loss reads, but for an offset; None of other logits."""
-    if takes_gradient(node) and not takes_gradient(site.loss):
+    if requires_grad(node) and not requires_grad(site.loss):
         return None
     found = _walked(logits)
     if found is None or any(getattr(found, name) != getattr(site, name) for name in _SAME):

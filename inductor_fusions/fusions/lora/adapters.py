@@ -13,11 +13,11 @@ from ...block_mm.columns import columns
 from ...graph.additions import has_size_of
 from ...graph.products import (
     CASTS,
-    MUL,
     RESHAPES,
     Product,
     is_floating,
     is_pointwise,
+    multiplied,
     product,
     restored,
     same_sizes,
@@ -267,11 +267,8 @@ def step(node: fx.Node) -> Step | None:
 
 def times_tensor(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The tensor that a node multiplies by one of a single element, and that one."""
-    if node.target not in MUL or len(node.args) != 2 or node.kwargs:
-        return None
-    first, second = node.args
-    for x, by in ((first, second), (second, first)):
-        if isinstance(x, fx.Node) and isinstance(by, fx.Node) and has_size_of(x, node) and _is_number(by):
+    for x, by in multiplied(node):
+        if isinstance(by, fx.Node) and has_size_of(x, node) and _is_number(by):
             # One of shape (1,) may widen what it multiplies.
             return (x, by) if value(x).dtype == value(node).dtype else None
     return None
@@ -297,15 +294,12 @@ class Weighted:
 
 def weighted(node: fx.Node) -> Weighted | None:
     """An adapter that a node multiplies by a vector."""
-    if node.target not in MUL or len(node.args) != 2 or node.kwargs:
-        return None
-    *over, columns = value(node).shape
-    for x, by in (node.args, node.args[::-1]):
-        found, whole = tensor(by), tensor(x)
-        if found is None or whole is None or not isinstance(by, fx.Node) or not has_size_of(x, node):
+    for x, by in multiplied(node):
+        *over, columns = value(node).shape
+        found = tensor(by)
+        if found is None or not has_size_of(x, node) or value(x).dtype != value(node).dtype:
             continue
-        is_mask = found.dtype == torch.bool
-        if found.dim() == 0 or not (is_mask or found.is_floating_point()) or whole.dtype != value(node).dtype:
+        if found.dim() == 0 or not (found.dtype == torch.bool or found.is_floating_point()):
             continue
         inner, core, scale = [node], x, 1.0
         while product(core) is None and isinstance(core, fx.Node) and len(core.users) == 1:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...graph.concatenation import joined
 from ...graph.products import product
 from ...operands import value
 from .adapters import adapter_of, step
@@ -25,12 +26,9 @@ def parts_of(node: fx.Node) -> list[tuple[fx.Node, int, int]] | None:
 
 
 def _of_cat(node: fx.Node) -> list[tuple[fx.Node, int, int]] | None:
-    arguments: tuple[Any, ...] = node.args
-    parts, dim = (*arguments, 0)[:2]
-    if node.kwargs or not isinstance(dim, int) or dim % value(node).dim() != value(node).dim() - 1:
-        return None
+    parts, dim = joined(node)
     widths = [value(part).shape[-1] for part in parts]
-    if not all(isinstance(width, int) for width in widths):
+    if dim != value(node).dim() - 1 or not all(isinstance(width, int) for width in widths):
         return None
     return [
         (part, sum(widths[:i]), sum(widths[i + 1 :])) for i, part in enumerate(parts) if not _is_zero(part)

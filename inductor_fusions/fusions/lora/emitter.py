@@ -71,12 +71,16 @@ class Emitter(Builder):
             node = self.call(aten.mul.Tensor, node, term.factor)
         return node if total is None else self.call(aten.add.Tensor, total, node)
 
-    def padded(self, right: fx.Node, pad: tuple[int, int]) -> fx.Node:
-        """(r, n) with columns of zeros before and behind it, lying in memory as before."""
-        if pad == (0, 0):
+    def padded(
+        self, right: fx.Node, columns: tuple[int, int] = (0, 0), rows: tuple[int, int] = (0, 0)
+    ) -> fx.Node:
+        """(r, n) with zeros before and behind it, lying in memory as before."""
+        if columns == (0, 0) and rows == (0, 0):
             return right
         stored, turned = self._as_stored(right)
-        made = self.call(aten.constant_pad_nd.default, stored, [0, 0, *pad] if turned else [*pad])
+        inner, outer = (rows, columns) if turned else (columns, rows)
+        padding = [*inner] if outer == (0, 0) else [*inner, *outer]
+        made = self.call(aten.constant_pad_nd.default, stored, padding)
         return self.call(aten.permute.default, made, [1, 0]) if turned else made
 
     def left_halves(self, left: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -107,12 +111,9 @@ class Emitter(Builder):
         if not missing:
             return left, right
         left = self.call(aten.constant_pad_nd.default, left, [0, missing])
-        if int(value(right).shape[0]) != rank:
-            return left, right
-        stored, turned = self._as_stored(right)
-        padding = [0, missing] if turned else [0, 0, 0, missing]
-        made = self.call(aten.constant_pad_nd.default, stored, padding)
-        return left, self.call(aten.permute.default, made, [1, 0]) if turned else made
+        if int(value(right).shape[0]) == rank:
+            right = self.padded(right, rows=(0, missing))
+        return left, right
 
     def _as_stored(self, matrix: fx.Node) -> tuple[fx.Node, bool]:
         """A matrix as it lies in memory, and whether that is transposed."""

@@ -19,7 +19,7 @@ from ...effects.liveness import only_reader, replace
 from ...fusion import Candidate
 from ...graph.builder import Builder
 from ...graph.torch_ops import CASTS, linear_of, read, scaled_by
-from ...operands import check_device, check_kind, same_shape, tensor, value
+from ...operands import check_device, check_kind, requires_grad, same_shape, tensor, value
 from ...reasons import Reason
 from .inputs import Inputs
 from .norms import normalised
@@ -56,8 +56,7 @@ def _moved(up: fx.Node, scope: Inputs) -> Candidate | None:
     if not _is_added(op.node):
         return None
     # Without a gradient nothing is saved for it, and factors are read after autograd, but for quotients.
-    out = tensor(op.node)
-    if op.name == "mul" and not (factor.requires_grad and out is not None and out.requires_grad):
+    if op.name == "mul" and not (factor.requires_grad and requires_grad(op.node)):
         return None
     return Moved(up, between, by, scale, op.name, scope)
 

@@ -10,7 +10,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph.products import CASTS, MUL, RESHAPES, Product, is_factor, is_floating, same_sizes, scaled
+from ...graph.additions import has_size_of
+from ...graph.products import (
+    CASTS,
+    RESHAPES,
+    Product,
+    is_factor,
+    is_floating,
+    multiplied,
+    same_sizes,
+    scaled,
+)
 from ...operands import tensor, value
 from .op import NARROW_MM
 
@@ -76,19 +86,14 @@ def masked(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
     The mask is a bool tensor with as many elements as the node. `where` is not such a mask: it removes NaN,
     and 0 * NaN is NaN.
     """
-    if node.target not in MUL or len(node.args) != 2 or node.kwargs or not is_floating(node):
-        return None
-    first, second = node.args
-    for x, by in ((first, second), (second, first)):
-        if not isinstance(x, fx.Node) or not isinstance(by, fx.Node) or not is_floating(x):
-            continue
-        mask = mask_in(by) if _has_size_of(x, node) and _has_size_of(by, node) else None
-        if mask is not None:
+    for x, by in multiplied(node) if is_floating(node) else ():
+        mask = mask_in(by) if has_size_of(x, node) else None
+        if mask is not None and same_sizes(value(by).shape, value(node).shape):
             return x, *mask
     return None
 
 
-def mask_in(node: fx.Node) -> tuple[fx.Node, float] | None:
+def mask_in(node: Any) -> tuple[fx.Node, float] | None:
     """The bool tensor that a node casts and multiplies by a number, and the number."""
     scale = 1.0
     while (found := tensor(node)) is not None:
@@ -107,15 +112,8 @@ def mask_in(node: fx.Node) -> tuple[fx.Node, float] | None:
 
 def _scaled_bool(node: fx.Node) -> tuple[fx.Node, float] | None:
     """The bool tensor that a node multiplies by a number, and that number."""
-    if node.target not in MUL or len(node.args) != 2 or node.kwargs:
-        return None
-    x, by = node.args
-    found = tensor(x)
-    if not isinstance(x, fx.Node) or found is None or found.dtype != torch.bool or not is_factor(by):
-        return None
-    return x, float(by)
-
-
-def _has_size_of(x: fx.Node, node: fx.Node) -> bool:
-    found = tensor(x)  # None of a number that is an input of the graph
-    return found is not None and same_sizes(found.shape, value(node).shape)
+    for x, by in multiplied(node):
+        found = tensor(x)
+        if found is not None and found.dtype == torch.bool and is_factor(by):
+            return x, float(by)
+    return None

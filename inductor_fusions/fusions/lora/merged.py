@@ -23,8 +23,19 @@ from ..._inductor import Match, known_true
 from ...effects.liveness import readers, replace
 from ...fusion import Candidate, Rejected, Reported
 from ...graph.builder import Builder
-from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, linear_of, read, scaled_by
-from ...operands import check_device, check_kind, tensor, text, value
+from ...graph.search import reached
+from ...graph.torch_ops import (
+    CASTS,
+    COPIES,
+    TRANSPOSES,
+    VIEWS,
+    Op,
+    linear_of,
+    read,
+    same_dtype_device,
+    scaled_by,
+)
+from ...operands import check_device, check_kind, requires_grad, tensor, text, value
 from ...reasons import Reason
 from .adapters import is_low_rank
 from .inputs import Inputs
@@ -131,7 +142,7 @@ def _delta(node: Any, scale: float) -> _Delta | None:
         if op.name == "matmul":
             left, right = op.only("input", "other")
             return _Delta(op.node, left, right, between, scale, factor)
-        if op.name in _VIEWS or _keeps_values(op):
+        if op.name in _VIEWS or (op.name in CASTS and same_dtype_device(op)):
             node = op.input
             continue
         step = scaled_by(op)
@@ -146,14 +157,6 @@ def _delta(node: Any, scale: float) -> _Delta | None:
             return None
         node, factor = (first, second) if other.dim() == 0 else (second, first)
     return None
-
-
-def _keeps_values(op: Op) -> bool:
-    """Whether an operation is a cast to the dtype and the device that there are."""
-    before, after = tensor(op.input), tensor(op.node)
-    if op.name not in CASTS or before is None or after is None:
-        return False
-    return (before.dtype, before.device) == (after.dtype, after.device)
 
 
 def _made(weight: fx.Node, is_linear: bool) -> str:
@@ -187,18 +190,14 @@ def _made(weight: fx.Node, is_linear: bool) -> str:
 
 def _has_blocks(product: fx.Node) -> bool:
     """Whether one of the factors of a product is a block diagonal matrix, as in BOFT with permutations."""
-    seen, waiting = set[fx.Node](), [product]
-    while waiting and len(seen) < _MOST_STEPS:
-        node = waiting.pop()
+
+    def factors(node: fx.Node) -> list[fx.Node]:
         op = read(node)
-        if op is None or node in seen:
-            continue
-        if op.name == "block_diag":
-            return True
-        seen.add(node)
-        if op.name in _ROTATES or op.name in VIEWS | TRANSPOSES | CASTS | {"getitem"}:
-            waiting += node.all_input_nodes
-    return False
+        passed = op is not None and op.name in _ROTATES | VIEWS | TRANSPOSES | CASTS | {"getitem"}
+        return node.all_input_nodes if passed else []
+
+    found = map(read, reached([product], factors, _MOST_STEPS))
+    return any(op is not None and op.name == "block_diag" for op in found)
 
 
 def _has_as_many(op: Op, weight: fx.Node) -> bool:
@@ -268,7 +267,7 @@ class MergedWeight(Candidate):
         make, out = Builder(old), tensor(old)
         times: Any = F.linear if site.rows else torch.matmul
         inner = make.call(times, site.x, site.a)
-        if out is not None and out.requires_grad:
+        if requires_grad(old):
             value(inner).requires_grad_()
         inside = site.factor is not None and value(inner).dtype != torch.float16
         if inside:  # the gradient of the factor needs the narrow result alone

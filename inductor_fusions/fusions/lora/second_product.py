@@ -10,8 +10,9 @@ from torch import fx
 
 from ...graph.builder import Builder
 from ...graph.dims import selection
+from ...graph.search import reached
 from ...graph.torch_ops import CASTS, linear_of, read
-from ...operands import same_shape, tensor
+from ...operands import requires_grad, same_shape, tensor
 from .adapters import is_low_rank
 from .op import LORA_DOWN
 
@@ -35,30 +36,30 @@ def is_up(node: fx.Node) -> bool:
 
 def _has_down(node: Any, rank: int) -> bool:
     """Whether a narrow matrix is a function of a product with a wide one, or of some columns of one."""
-    waiting, seen = [node], set[Any]()
-    while waiting and len(seen) < MOST_STEPS:
-        node = waiting.pop(0)
-        if node in seen:
-            continue
-        seen.add(node)
-        source = linear_of(node)
-        read_before = isinstance(node, fx.Node) and node.target is LORA_DOWN
-        x = tensor(source[0] if source is not None else node.args[0] if read_before else None)
+
+    def before(each: fx.Node) -> list[Any]:
+        op, taken, out = read(each), selection(each), tensor(each)
+        if taken is not None and taken.dims == [len(taken.index) - 1]:
+            return [taken.source]
+        sides = [op.input, op["other"]] if op is not None and op.name in _POINTWISE else []
+        return [
+            x
+            for x in sides
+            if out is not None and (t := tensor(x)) is not None and same_shape(t.shape, out.shape)
+        ]
+
+    for each in reached([node], before, MOST_STEPS):
+        source = linear_of(each)
+        x = tensor(source[0] if source is not None else each.args[0] if each.target is LORA_DOWN else None)
         if x is not None:
             return is_low_rank(rank, x.shape[-1])
-        op, taken, out = read(node), selection(node), tensor(node)
-        if taken is not None and taken.dims == [len(taken.index) - 1]:
-            waiting.append(taken.source)
-        elif op is not None and out is not None and op.name in _POINTWISE:
-            sides = [(side, tensor(side)) for side in (op.input, op["other"])]
-            waiting += [x for x, found in sides if found is not None and same_shape(found.shape, out.shape)]
     return False
 
 
 def made(make: Builder, target: str | Callable[..., Any], *args: Any) -> fx.Node:
     """A new call, which takes a gradient where an argument does."""
     node = make.call(target, *args)
-    if any((found := tensor(each)) is not None and found.requires_grad for each in args):
+    if any(map(requires_grad, args)):
         make.value(node).requires_grad_()
     return node
 

@@ -25,6 +25,7 @@ from ...graph.products import (
     transpose_of,
     users_behind,
 )
+from ...graph.search import computed_of, reached
 from ...operands import tensor, value
 from ...reasons import Reason
 from .adapters import MOST_RANK, is_low_rank, source, step
@@ -182,10 +183,8 @@ def _is_added(
         columns: how many it had before it was repeated: a sum with as many is the gradient of a mean.
         x: what a product must read to be a base, or its transpose; None if any product is one.
     """
-    waiting = [node]
-    for each in waiting:
-        waiting += [user for user in each.users if user.target in passed and user not in waiting]
-    ends = [user for each in waiting for user in each.users if user.target not in passed]
+    inside = reached([node], lambda each: [user for user in each.users if user.target in passed])
+    ends = [user for each in inside for user in each.users if user.target not in passed]
     own = [] if first is None else _batch_operands(first)
 
     added = turned(core_of(node.args[0]))
@@ -224,14 +223,8 @@ def _rotates(node: fx.Node) -> bool:
 
 def _is_computed(matrices: fx.Node) -> bool:
     """Whether a linear, or very many operations, make matrices: they are activations, and no weights."""
-    seen, waiting = set[fx.Node](), [matrices]
-    while waiting:
-        each = waiting.pop()
-        if product(each) is not None or len(seen) > _MOST_OF_BLOCKS:
-            return True
-        waiting += [] if each in seen else each.all_input_nodes
-        seen.add(each)
-    return False
+    found = list(computed_of(matrices, _MOST_OF_BLOCKS + 1))
+    return len(found) > _MOST_OF_BLOCKS or any(product(each) is not None for each in found)
 
 
 def _adds_product(node: fx.Node) -> bool:
@@ -303,18 +296,12 @@ def turned(node: Any) -> Any:
 
 def _sums_of(bases: Sequence[fx.Node]) -> list[fx.Node]:
     """The additions, in graph order, that read a base through casts, reshapes and numeric factors."""
-    found, waiting, seen = set[fx.Node](), list(bases), set[fx.Node]()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for user in node.users:
-            if summands(user):
-                found.add(user)
-            elif (below := step(user)) is not None and below.kept is None:
-                waiting.append(user)
-    return sorted(found)
+
+    def passed(node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if not summands(user) and core_of(user) is not user]
+
+    readers = {user for node in reached(bases, passed) for user in node.users}
+    return sorted(user for user in readers if summands(user))
 
 
 def core_of(node: Any) -> Any:
@@ -353,15 +340,13 @@ def _reason(base: Any, up: Any) -> str:
 
 def _convolution_above(node: Any) -> Any:
     """The only convolution that a node is a function of, element by element."""
-    found, waiting, seen = set[fx.Node](), [node], set[fx.Node]()
-    while waiting and len(seen) < _MOST_OF_BLOCKS:
-        each = waiting.pop()
-        if _is_convolution(each):
-            found.add(each)
-        elif each not in seen and (is_pointwise(each) or core_of(each) is not each):
-            waiting += each.all_input_nodes
-        seen.add(each)
-    return found.pop() if len(found) == 1 else None
+
+    def inside(each: fx.Node) -> list[fx.Node]:
+        passed = not _is_convolution(each) and (is_pointwise(each) or core_of(each) is not each)
+        return each.all_input_nodes if passed else []
+
+    found = list(filter(_is_convolution, reached([node], inside, _MOST_OF_BLOCKS)))
+    return found[0] if len(found) == 1 else None
 
 
 def _is_embedding(node: Any) -> bool:

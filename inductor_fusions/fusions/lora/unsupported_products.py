@@ -12,6 +12,7 @@ from ...block_mm import guards
 from ...fusion import Candidate, LeftToStock, Reported
 from ...graph.additions import added_matrix, additions_behind
 from ...graph.products import Product, identity, product
+from ...graph.search import computed_of
 from ...operands import value
 from ...reasons import Reason
 from .adapters import MOST_RANK, source
@@ -61,14 +62,7 @@ def _of_blocks(base: Product) -> Iterator[Candidate]:
 
 def _is_of(node: fx.Node, origin: fx.Node) -> bool:
     """Whether a matrix is computed of another one, by a few operations."""
-    waiting, seen = [node], set[fx.Node]()
-    while waiting and len(seen) < _MOST_BETWEEN:
-        each = waiting.pop(0)
-        if each is origin:
-            return True
-        waiting += [] if each in seen else each.all_input_nodes
-        seen.add(each)
-    return False
+    return origin in computed_of(node, _MOST_BETWEEN)
 
 
 def _is_wide(rank: Any, *sizes: Any) -> bool:

@@ -23,7 +23,7 @@ from ...fusion import Candidate, Fusion, Reported
 from ...graph.builder import Builder
 from ...graph.torch_ops import forms
 from ...layouts.keeping import Keeping
-from ...operands import check_device, check_kind, profitable, tensor, text, value
+from ...operands import check_device, check_kind, profitable, requires_grad, tensor, text, value
 from ...reasons import Reason
 from . import recognise
 from .op import OUTER_PRODUCT_LINEAR, dtypes, pairs
@@ -74,7 +74,7 @@ class OuterProductLinear(Candidate):
         site, out = self.site, value(self.anchor)
         keeping, factors = Keeping(self.scope.graph), (site.u, site.v)
         # The multiplication keeps a factor where the other one takes a gradient.
-        trained = [(t := tensor(node)) is not None and t.requires_grad for node in factors]
+        trained = [requires_grad(node) for node in factors]
         by_eager = {storage(node) for node, other in zip(factors, reversed(trained), strict=True) if other}
         u, v = factors
         if out.requires_grad:

@@ -19,6 +19,7 @@ from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...graph.dims import is_transposed, selection
 from ...graph.einsum import equation_of
+from ...graph.search import reached
 from ...graph.torch_ops import CASTS, TRANSPOSES, VIEWS, Op, linear_of, read
 from ...operands import same_shape, tensor
 
@@ -120,15 +121,11 @@ def _is_bilinear(op: Op) -> bool:
 
 def _is_normalised(op: Op) -> bool:
     """Whether the result of an operation is scores or logits."""
-    waiting = [op.node]
-    for each in waiting:
-        for user in readers(each):
-            by = read(user)
-            if by is not None and by.name in _NORMALISED:
-                return True
-            if by is not None and by.name in _SCORES and len(waiting) < 16:
-                waiting.append(user)
-    return False
+
+    def named(node: fx.Node, names: frozenset[str]) -> list[fx.Node]:
+        return [user for user in readers(node) if (by := read(user)) is not None and by.name in names]
+
+    return any(named(each, _NORMALISED) for each in reached([op.node], lambda node: named(node, _SCORES), 16))
 
 
 def _of_three(op: Op) -> str:

@@ -8,7 +8,7 @@ form here, which the pattern reads correctly or not at all:
 | graph | equal form |
 |---|---|
 | `softmax(x, dim)`, not over the last dim | `softmax(x, dim).unsqueeze(0).squeeze(0)` |
-| `e / e.sum(dim, keepdim=True)`, not over the last dim | a sum without `keepdim`, then `unsqueeze` |
+| `e / e.sum(dim, keepdim=True)`, not over the last dim | the same behind the sum |
 | `add(x, y, alpha=a)` | `add(x, a * y)` |
 | q, k or v permuted otherwise than by the pattern | several permutations, the last ones as it assumes them |
 | `scores / c`, where c is not sqrt(head_dim) (torch 2.11) | `scores.unsqueeze(0).squeeze(0) / c` |
@@ -43,7 +43,7 @@ from ...effects.inplace import inputs, readers
 from ...fusion import Candidate, Fusion, Scope
 from ...graph.torch_ops import forms
 from .permutations import permuted, permuted_for
-from .reductions import REDUCTIONS, Softmax, Sum, reduction_of
+from .reductions import REDUCTIONS, Reduction, reduction_of
 from .returned import returned
 from .scores import Alpha, divided
 from .walk import between, name_of, nearest_product
@@ -69,7 +69,7 @@ def read(scope: Scope, match: Match) -> Iterator[Candidate]:
     found = reduction_of(node)
     if found is None:
         return
-    source, dims, rank = found
+    dims, rank = found
     product, output = nearest_product(node, inputs), nearest_product(node, readers)
     if product is None or output is None:
         return
@@ -78,11 +78,11 @@ def read(scope: Scope, match: Match) -> Iterator[Candidate]:
     if patterns_ignore_constants():
         for each in between(node, product):
             if name_of(each) == "add" and each.kwargs.get("alpha", 1) != 1:
-                yield Alpha(each, None)
+                yield Alpha(each)
         divisions += divided(node, product, patterns_ignore_the_scale())
         yield from permuted(product, output)
         if not over_keys:
-            yield Sum(node, source, dims) if name_of(node) == "sum" else Softmax(node, dims[0])
+            yield Reduction(node, dims)
     if over_keys and not is_body(scope.graph):
         yield from returned(output)
     yield from divisions

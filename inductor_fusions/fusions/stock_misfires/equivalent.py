@@ -11,15 +11,15 @@ from ...effects.derivatives import INTO_INFERENCE
 from ...effects.modes import Modes
 from ...fusion import Candidate
 from ...graph.builder import Builder
-from ...operands import tensor, value
+from ...operands import tensor
 from ...reasons import Reason
 
 
 class EquivalentRewrite(Candidate):
     """An operation that is written in another way."""
 
-    def __init__(self, anchor: fx.Node, source: Any) -> None:
-        self.anchor, self.source = anchor, source
+    def __init__(self, anchor: fx.Node) -> None:
+        self.anchor = anchor
 
     def guard(self) -> None:
         if is_batched(tensor(self.anchor)):
@@ -30,13 +30,6 @@ class EquivalentRewrite(Candidate):
             raise Reason.MODE.rejected(INTO_INFERENCE)
         if self.anchor.kwargs.get("out") is not None:
             raise Reason.OVERWRITTEN.rejected("the operation writes to a given tensor (out=)")
-
-    def replace(self, result: fx.Node) -> None:
-        """Put `result`, which is the same tensor, in the place of the anchor."""
-        if result is not self.source:
-            result.meta = dict(self.anchor.meta)
-        self.anchor.replace_all_uses_with(result)
-        self.anchor.graph.erase_node(self.anchor)
 
     def put_views(self, operand: fx.Node | None = None) -> None:
         """Put views, which no pattern has and which cost nothing, between the anchor and its users.
@@ -56,11 +49,6 @@ class EquivalentRewrite(Candidate):
         users = [user for user in node.users if user is not opened and user.op != "output"]
         for user in users if operand is None else (anchor,):
             user.replace_input_with(node, closed)
-
-    def dtype_option(self) -> dict[str, Any]:
-        """`dtype=` where the result has another dtype than the input."""
-        before, after = value(self.source), value(self.anchor)
-        return {} if before.dtype == after.dtype else {"dtype": after.dtype}
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A new node in front of the anchor."""

@@ -24,14 +24,17 @@ class Permutation(EquivalentRewrite):
     """A permutation of q, k or v that the pattern would take for another one."""
 
     def __init__(self, anchor: fx.Node, source: fx.Node, steps: list[tuple[int, ...]]) -> None:
-        super().__init__(anchor, source)
-        self.steps = steps
+        super().__init__(anchor)
+        self.source, self.steps = source, steps
 
     def rewrite(self) -> str:
         result = self.source
         for dims in self.steps:
             result = self.call("permute", result, dims)
-        self.replace(result)
+        if self.steps:
+            result.meta = dict(self.anchor.meta)
+        self.anchor.replace_all_uses_with(result)
+        self.anchor.graph.erase_node(self.anchor)
         return f"permuted by {' then '.join(map(str, self.steps)) or 'nothing'}"
 
 

@@ -29,4 +29,4 @@ def returned(output: fx.Node) -> Iterator[Candidate]:
     if result is None or result.dim() != 4 or is_wrapper(result):
         return  # patterns match four dims; DTensors have no rule for the copy
     if records_gradients(result) and is_returned(output):
-        yield Returned(output, None)
+        yield Returned(output)

@@ -52,25 +52,23 @@ class Divisor(EquivalentRewrite):
     """
 
     def __init__(self, anchor: fx.Node, of_scores: bool) -> None:
-        super().__init__(anchor, None)
+        super().__init__(anchor)
         self.of_scores = of_scores
 
     def guard(self) -> None:
         super().guard()
         op = read(self.anchor)
         assert op is not None
-        self.source = op.input  # those before may have replaced it
-        if not isinstance(self.source, fx.Node) or op["other"] is None:
+        if not isinstance(op.input, fx.Node) or op["other"] is None:
             raise Reason.NOT_A_TENSOR.rejected("the operands of the division are not known")
         if self.anchor.kwargs.get("rounding_mode") is not None:
             raise Reason.NOT_A_TENSOR.rejected("the division rounds its result, which no stock pattern does")
 
     def rewrite(self) -> str:
-        if self.of_scores:
-            self.put_views(self.source)
-            return "views in front of a division"
-        self.put_views()
-        return "views behind a division"
+        op = read(self.anchor)
+        assert op is not None
+        self.put_views(op.input if self.of_scores else None)
+        return f"views {'in front of' if self.of_scores else 'behind'} a division"
 
 
 def divided(softmax: fx.Node, product: fx.Node, ignored: bool) -> Iterator[Candidate]:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from ...effects.inplace import inputs
+from ...graph.search import reached
 from ...graph.torch_ops import read
 
 #: How far from a softmax its two products are looked for.
@@ -34,27 +35,14 @@ def factors(product: fx.Node) -> tuple[Any, Any]:
 
 def nearest_product(node: fx.Node, neighbours: Callable[[fx.Node], Sequence[fx.Node]]) -> fx.Node | None:
     """The nearest matrix product upwards or downwards of `node`, within `REACH` nodes."""
-    seen, edge = {node}, [node]
-    while edge and len(seen) < REACH:
-        following: list[fx.Node] = []
-        for each in edge:
-            for other in neighbours(each):
-                if name_of(other) in PRODUCTS:
-                    return other
-                if other not in seen:
-                    seen.add(other)
-                    following.append(other)
-        edge = following
-    return None
+    near = (other for each in reached([node], neighbours, REACH) for other in neighbours(each))
+    return next((other for other in near if name_of(other) in PRODUCTS), None)
 
 
 def between(node: fx.Node, product: fx.Node) -> list[fx.Node]:
     """The nodes that lead from a product to `node`, the latter left out."""
-    found: list[fx.Node] = []
-    edge = [node]
-    while edge and len(found) < REACH:
-        for other in inputs(edge.pop()):
-            if other is not product and other not in found and name_of(other) not in PRODUCTS:
-                found.append(other)
-                edge.append(other)
-    return found
+
+    def inside(each: fx.Node) -> list[fx.Node]:
+        return [other for other in inputs(each) if other is not product and name_of(other) not in PRODUCTS]
+
+    return list(reached([node], inside, REACH + 1))[1:]

@@ -13,7 +13,7 @@ from ...._inductor import is_batched, known_true
 from ....effects.inplace import arguments, inputs
 from ....graph import torch_ops
 from ....graph.dims import bounds, per_dim
-from ....operands import same_shape
+from ....operands import Seen, same_shape
 from ..aliasing import Mutations, adds_nothing
 from .algebra import as_bool, choose, compare, conjunction, substitute
 from .dtypes import held, of_dtype
@@ -71,7 +71,7 @@ class Interpreter:
             return node
         if isinstance(node, (int, float, torch.SymInt, torch.SymFloat)):
             return Affine(node)
-        if isinstance(node, torch_ops.Seen):
+        if isinstance(node, Seen):
             return seen_through(self.read(node.node), node)
         if not isinstance(node, fx.Node):
             return None

@@ -37,6 +37,37 @@ def test_a_size_that_is_marked_dynamic(factory, train, monkeypatch):
     assert all(any("16[s" in line.shape for line in pair.before) for pair in found.graphs)
 
 
+def adapter(x, w, a, b):
+    return x @ w + torch.einsum("bnr,or->bno", torch.einsum("bnd,rd->bnr", x, a), b)
+
+
+def gated(x, w, v):
+    return nn.functional.silu(torch.einsum("bnd,df->bnf", x, w)) * torch.einsum("bnd,df->bnf", x, v)
+
+
+def heads(x, q, k, v):
+    return tuple(torch.einsum("bnd,dhe->bhne", x, w) for w in (q, k, v))
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize(
+    ("fn", "weights", "fusions"),
+    [
+        (adapter, [(256, 128), (16, 256), (128, 16)], ["lora", "lora"]),
+        (gated, [(256, 512)] * 2, ["gated_mlp", "qkv"]),  # the backward reads gate and up
+        (heads, [(256, 4, 64)] * 3, ["qkv", "qkv"]),
+    ],
+)
+def test_a_linear_that_is_an_einsum(fn, weights, fusions, train, monkeypatch):
+    """It is a product of one sample, of which stock makes a linear on a GPU, also for autograd on the CPU."""
+    monkeypatch.setattr(explaining, "_differentiates_cuda", lambda: False)
+    (x,), w = tensors(2, 512, 256), [tensors(*shape)[0] for shape in weights]
+    with config.patch(policy="always"):
+        found = explain(fn, x, *w, train=train, gpu="nvidia_h200")
+    assert fusions[train] in {site.fusion for site in found if site.verdict == "fused"}
+    assert "limit" not in {site.code for site in found}
+
+
 class Recurrent(nn.Module):
     def __init__(self, cell: nn.Module) -> None:
         super().__init__()

@@ -97,6 +97,53 @@ def test_a_recurrent_layer(cell, train):
     assert [site.verdict for site in found if site.fusion == "attention"] == ["fused"]
 
 
+class Speech(nn.Module):
+    """Attention, and the loss of sequences.
+
+    Args:
+        lengths: how the loss has the lengths of a batch, from one length and the frames.
+    """
+
+    def __init__(self, lengths) -> None:
+        super().__init__()
+        self.lengths, self.head, self.loss = lengths, nn.Linear(64, 32).bfloat16(), nn.CTCLoss()
+
+    def forward(self, q, k, v, labels):
+        x = self.head(attention(q, k, v)).transpose(0, 1).log_softmax(-1, torch.float32)
+        lengths = (self.lengths(length, x) for length in (x.shape[0], labels.shape[-1]))
+        return self.loss(x, labels, *lengths)
+
+
+LENGTHS = {
+    "a tuple": lambda length, x: (length,) * x.shape[1],
+    "made on the GPU": lambda length, x: torch.full((x.shape[1],), length, device=x.device),
+    "made on the CPU": lambda length, x: torch.full((x.shape[1],), length),
+}
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_a_loss_of_sequences(lengths, train):
+    """torch computes on the device, and reads lengths, to see its result."""
+    labels = torch.ones(4, 10, dtype=torch.int64)
+    with config.patch(policy="always"):
+        found = explain(Speech(lengths), *tensors(4, 50, 64, count=3), labels, train=train, gpu="nvidia_h200")
+    assert [site.verdict for site in found if site.fusion == "attention"] == ["fused"]
+
+
+def test_losses_of_sequences_that_are_given():
+    """Lengths are arguments, and each sequence has a loss of its own."""
+
+    def weighted(x, labels, lengths):
+        losses = nn.functional.ctc_loss(x.log_softmax(-1), labels, lengths, lengths, reduction="none")
+        return attention(x, x, x) * losses[:, None]
+
+    (x,), labels = tensors(16, 4, 8), torch.ones(4, 16, dtype=torch.int64)
+    with config.patch(policy="always"):
+        found = explain(weighted, x, labels, torch.full((4,), 16), gpu="nvidia_h200")
+    assert [site.verdict for site in found if site.fusion == "attention"] == ["fused"]
+
+
 class Tagged(torch.Tensor):
     """A tensor with an attribute."""
 

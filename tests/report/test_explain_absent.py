@@ -175,3 +175,33 @@ def test_a_bias_of_a_class_of_its_own():
 def test_a_function_that_compares_values():
     with pytest.raises(ValueError, match=r"have no values, but .*test_explain_absent\.py:\d+ reads one"):
         explain(lambda x: torch.cov(x) + 1, *tensors(8, 16), gpu="nvidia_h200")
+
+
+class Adaptive(nn.Module):
+    """Rare labels have clusters of their own; the rows of all clusters are counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.loss = nn.Linear(64, 64), nn.AdaptiveLogSoftmaxWithLoss(64, 500, [50, 200])
+
+    def forward(self, x, labels):
+        return self.loss(self.up(x), labels).loss
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_an_error_that_follows_from_what_is_selected(train):
+    """The module says that labels are out of range, because each cluster took all rows."""
+    message = r"nonzero and index selected all elements, with which .*test_explain_absent\.py:\d+ raised Runt"
+    labels = torch.randint(500, (32,))
+    with pytest.raises(ValueError, match=message) as raised:
+        explain(Adaptive(), torch.randn(32, 64), labels, train=train, gpu="nvidia_h200")
+    assert "arget" not in str(raised.value)
+
+
+def test_an_error_of_the_function():
+    def fails(x):
+        torch._dynamo.graph_break()
+        raise KeyError("its own")
+
+    with pytest.raises(KeyError, match="its own"):
+        explain(fails, *tensors(8, 16), gpu="nvidia_h200")

@@ -205,10 +205,13 @@ def _ctc_loss() -> Iterator[None]:
         yield
         return
     library = torch.library.Library("aten", "IMPL")
+    whole = {torch._C.DispatchKey.CompositeImplicitAutograd: losses}  # for inference mode
     try:
-        for name in ("ctc_loss.IntList", "ctc_loss.Tensor"):
-            library.impl(name, losses, "AutogradCUDA")
-        yield
+        with contextlib.ExitStack() as stack:
+            for overload in (torch.ops.aten.ctc_loss.IntList, torch.ops.aten.ctc_loss.Tensor):
+                library.impl(overload, losses, "AutogradCUDA")
+                stack.enter_context(mock.patch.dict(overload.py_kernels, whole))
+            yield
     finally:
         library._destroy()
 

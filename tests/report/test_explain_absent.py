@@ -131,7 +131,8 @@ def test_a_loss_of_sequences(lengths, train):
     assert [site.verdict for site in found if site.fusion == "attention"] == ["fused"]
 
 
-def test_losses_of_sequences_that_are_given():
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_losses_of_sequences_that_are_given(mode):
     """Lengths are arguments, and each sequence has a loss of its own."""
 
     def weighted(x, labels, lengths):
@@ -139,7 +140,7 @@ def test_losses_of_sequences_that_are_given():
         return attention(x, x, x) * losses[:, None]
 
     (x,), labels = tensors(16, 4, 8), torch.ones(4, 16, dtype=torch.int64)
-    with config.patch(policy="always"):
+    with config.patch(policy="always"), mode():
         found = explain(weighted, x, labels, torch.full((4,), 16), gpu="nvidia_h200")
     assert [site.verdict for site in found if site.fusion == "attention"] == ["fused"]
 

@@ -164,6 +164,7 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
         # torch has no meta kernel of it, and would run it on the device to see its results.
         gru = {torch.ops.aten._thnn_fused_gru_cell.default: _gru_cell}
         stack.enter_context(mock.patch.dict(fake_impls.op_implementations_dict, gru))
+        stack.enter_context(_ctc_loss())
         # No constant is computed on the device, such as `torch.tensor(number, device="cuda")`.
         stack.enter_context(mock.patch.object(fake_tensor.FakeTensorMode, "avoid_device_init", True))
         stack.enter_context(mock.patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", -1))
@@ -178,6 +179,41 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
             yield
         finally:
             _absent -= 1
+
+
+@contextlib.contextmanager
+def _ctc_loss() -> Iterator[None]:
+    """`ctc_loss` of tensors without values: torch reads its lengths. As in stock, a graph ends before it."""
+    from torch._guards import TracingContext
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
+    def losses(
+        log_probs: torch.Tensor,
+        targets: torch.Tensor,
+        input_lengths: Any,
+        target_lengths: Any,
+        blank: int = 0,
+        reduction: int = 1,
+        zero_infinity: bool = False,
+    ) -> torch.Tensor:
+        if TracingContext.try_get() is not None:
+            raise DynamicOutputShapeException(torch.ops.aten._ctc_loss.Tensor)
+        found = log_probs.sum((0, -1))  # one for each sequence, with a gradient
+        return found.sum() if reduction else found
+
+    if is_absent():
+        yield
+        return
+    library = torch.library.Library("aten", "IMPL")
+    whole = {torch._C.DispatchKey.CompositeImplicitAutograd: losses}  # for inference mode
+    try:
+        with contextlib.ExitStack() as stack:
+            for overload in (torch.ops.aten.ctc_loss.IntList, torch.ops.aten.ctc_loss.Tensor):
+                library.impl(overload, losses, "AutogradCUDA")
+                stack.enter_context(mock.patch.dict(overload.py_kernels, whole))
+            yield
+    finally:
+        library._destroy()
 
 
 def _gru_cell(mode: Any, func: Any, input_gates: Any, hidden_gates: Any, hx: Any, *biases: Any) -> Any:

@@ -29,12 +29,12 @@ def on_absent_device(
         args, kwargs: of which tensors are moved.
 
     Raises:
-        ValueError: inside, a value of a tensor is read.
+        ValueError: inside, a value of a tensor is read, or all elements were selected and an error follows.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    mode = _between_graphs()
+    mode, assumed = _between_graphs()
     memo: dict[int, Any] = {}
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,14 +76,25 @@ def on_absent_device(
             raise ValueError(
                 f"tensors of an absent GPU have no values, but {_reader(error)} reads one"
             ) from error
+        except Exception as error:
+            if not assumed:
+                raise
+            # Its message may tell what is not so, such as that labels are out of range.
+            selected = " and ".join(dict.fromkeys(assumed))
+            raise ValueError(
+                f"tensors of an absent GPU have no values: {selected} selected all elements, "
+                f"with which {_reader(error)} raised {type(error).__name__}"
+            ) from error
 
 
 #: Most elements of a tensor on the CPU whose values are known.
 _KNOWN = 2**16
 
 
-def _between_graphs() -> Any:
+def _between_graphs() -> tuple[Any, list[str]]:
     """A mode of fake tensors in which code between graphs finds the values and sizes that it reads.
+
+    Beside it the names of operations whose results had an unknown size.
 
     Small tensors on the CPU have their values, as beside a GPU; torch drops those that something on the GPU
     overwrites. A result of unknown size has as many elements as its largest operand, which is as many as
@@ -97,6 +108,7 @@ def _between_graphs() -> Any:
     # No subclass: operators of higher order have rules for FakeTensorMode itself alone.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     dispatch, converter, computes = mode.dispatch, mode.fake_tensor_converter, False
+    assumed: list[str] = []
     forget = converter.invalidate_constant_aliases
 
     def has_value(tensor: torch.Tensor) -> bool:
@@ -130,13 +142,14 @@ def _between_graphs() -> Any:
         def known(result: torch.Tensor) -> torch.Tensor:
             if most is None or all(isinstance(size, int) for size in result.shape):
                 return result
+            assumed.append(func.name().removeprefix("aten::").partition(".")[0])
             return result.new_empty([size if isinstance(size, int) else most for size in result.shape])
 
         return pytree.tree_map_only(FakeTensor, known, found)
 
     vars(mode).update(dispatch=treat, may_turn_const=has_value)
     vars(converter).update(invalidate_constant_aliases=forget_dense)
-    return mode
+    return mode, assumed
 
 
 def _in_lists(func: Any, args: Any) -> list[Any]:

@@ -96,9 +96,12 @@ def autograd_on_cpu() -> Iterator[None]:
     """Inside, AOTAutograd traces graphs of CUDA tensors as graphs of CPU tensors.
 
     A backward that is traced on CUDA tensors needs a device, also for fake ones: torch's engine asks for its
-    streams. Passes before autograd see the CUDA tensors. Source: `aot_autograd` of
-    torch/_dynamo/backends/common.py, and how torch/_inductor/compile_fx.py calls it.
+    streams. Passes before autograd see the CUDA tensors; those on the joint graph take the CPU for the GPU,
+    and make `mm` of an einsum's `bmm`. Source: `aot_autograd` of torch/_dynamo/backends/common.py, how
+    torch/_inductor/compile_fx.py calls it, and `bmm_to_mm` of torch/_inductor/fx_passes/joint_graph.py.
     """
+    from torch._inductor.fx_passes import joint_graph
+
     common: Any = importlib.import_module("torch._dynamo.backends.common")
     compile_fx: Any = importlib.import_module("torch._inductor.compile_fx")
     original = common.aot_autograd
@@ -118,6 +121,7 @@ def autograd_on_cpu() -> Iterator[None]:
         return call
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(joint_graph, "get_gpu_type", lambda: "cpu"))
         for module in (common, compile_fx):
             if hasattr(module, "aot_autograd"):
                 stack.enter_context(mock.patch.object(module, "aot_autograd", aot_autograd))

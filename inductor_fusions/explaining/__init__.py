@@ -107,7 +107,7 @@ def explain(
         The sites, and the graphs before and after.
 
     Raises:
-        ValueError: the GPU is unknown.
+        ValueError: the GPU is unknown, or `fn` does not run on tensors there, which have no values.
         Exception: whatever `fn` raises.
     """
     fn = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))  # of a compiled one

@@ -88,7 +88,6 @@ def run(
     """
     import torch._dynamo
     from torch._inductor import config as inductor_config
-    from torch._inductor.fx_passes import joint_graph
 
     found = Run()
     backend = as_on_a_gpu(found, arch, inductor)
@@ -97,7 +96,6 @@ def run(
         config.patch(policy=policy, strict=strict),
         reporting.isolated() as sites,
         inductor_config.patch(force_disable_caches=True),
-        mock.patch.object(joint_graph, "get_gpu_type", lambda: "cpu"),  # makes `mm` of an einsum's `bmm`
         torch.set_grad_enabled(train),
     ):
         outputs = torch.compile(fn, backend=backend, dynamic=dynamic)(*args)
@@ -116,9 +114,16 @@ def as_on_a_gpu(found: Run, arch: int = 90, inductor: dict[str, Any] | None = No
         arch, inductor: as in `run`.
     """
     from torch._inductor import compile_fx
+    from torch._inductor.fx_passes import joint_graph
 
     inner = functools.partial(_fuse, found, arch, inductor or {})
-    return functools.partial(compile_fx.compile_fx, inner_compile=inner)
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        with mock.patch.object(joint_graph, "get_gpu_type", lambda: "cpu"):  # `mm` of an einsum's `bmm`
+            compiled: Callable[..., Any] = compile_fx.compile_fx(gm, example_inputs, inner_compile=inner)
+        return compiled
+
+    return backend
 
 
 def differentiate(

@@ -37,6 +37,37 @@ def test_a_size_that_is_marked_dynamic(factory, train, monkeypatch):
     assert all(any("16[s" in line.shape for line in pair.before) for pair in found.graphs)
 
 
+def adapter(x, w, a, b):
+    return x @ w + torch.einsum("bnr,or->bno", torch.einsum("bnd,rd->bnr", x, a), b)
+
+
+def gated(x, w, v):
+    return nn.functional.silu(torch.einsum("bnd,df->bnf", x, w)) * torch.einsum("bnd,df->bnf", x, v)
+
+
+def heads(x, q, k, v):
+    return tuple(torch.einsum("bnd,dhe->bhne", x, w) for w in (q, k, v))
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize(
+    ("fn", "weights", "fusions"),
+    [
+        (adapter, [(256, 128), (16, 256), (128, 16)], ["lora", "lora"]),
+        (gated, [(256, 512)] * 2, ["gated_mlp", "qkv"]),  # the backward reads gate and up
+        (heads, [(256, 4, 64)] * 3, ["qkv", "qkv"]),
+    ],
+)
+def test_a_linear_that_is_an_einsum(fn, weights, fusions, train, monkeypatch):
+    """It is a product of one sample, of which stock makes a linear on a GPU, also for autograd on the CPU."""
+    monkeypatch.setattr(explaining, "_differentiates_cuda", lambda: False)
+    (x,), w = tensors(2, 512, 256), [tensors(*shape)[0] for shape in weights]
+    with config.patch(policy="always"):
+        found = explain(fn, x, *w, train=train, gpu="nvidia_h200")
+    assert fusions[train] in {site.fusion for site in found if site.verdict == "fused"}
+    assert "limit" not in {site.code for site in found}
+
+
 class Recurrent(nn.Module):
     def __init__(self, cell: nn.Module) -> None:
         super().__init__()
@@ -63,6 +94,54 @@ def test_a_recurrent_layer(cell, train):
     (x,) = tensors(8, 64) if isinstance(model.cell, nn.GRUCell) else tensors(2, 8, 64)
     with config.patch(policy="always"):
         found = explain(model, x, train=train, gpu="nvidia_h200")
+    assert [site.verdict for site in found if site.fusion == "attention"] == ["fused"]
+
+
+class Speech(nn.Module):
+    """Attention, and the loss of sequences.
+
+    Args:
+        lengths: how the loss has the lengths of a batch, from one length and the frames.
+    """
+
+    def __init__(self, lengths) -> None:
+        super().__init__()
+        self.lengths, self.head, self.loss = lengths, nn.Linear(64, 32).bfloat16(), nn.CTCLoss()
+
+    def forward(self, q, k, v, labels):
+        x = self.head(attention(q, k, v)).transpose(0, 1).log_softmax(-1, torch.float32)
+        lengths = (self.lengths(length, x) for length in (x.shape[0], labels.shape[-1]))
+        return self.loss(x, labels, *lengths)
+
+
+LENGTHS = {
+    "a tuple": lambda length, x: (length,) * x.shape[1],
+    "made on the GPU": lambda length, x: torch.full((x.shape[1],), length, device=x.device),
+    "made on the CPU": lambda length, x: torch.full((x.shape[1],), length),
+}
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_a_loss_of_sequences(lengths, train):
+    """torch computes on the device, and reads lengths, to see its result."""
+    labels = torch.ones(4, 10, dtype=torch.int64)
+    with config.patch(policy="always"):
+        found = explain(Speech(lengths), *tensors(4, 50, 64, count=3), labels, train=train, gpu="nvidia_h200")
+    assert [site.verdict for site in found if site.fusion == "attention"] == ["fused"]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_losses_of_sequences_that_are_given(mode):
+    """Lengths are arguments, and each sequence has a loss of its own."""
+
+    def weighted(x, labels, lengths):
+        losses = nn.functional.ctc_loss(x.log_softmax(-1), labels, lengths, lengths, reduction="none")
+        return attention(x, x, x) * losses[:, None]
+
+    (x,), labels = tensors(16, 4, 8), torch.ones(4, 16, dtype=torch.int64)
+    with config.patch(policy="always"), mode():
+        found = explain(weighted, x, labels, torch.full((4,), 16), gpu="nvidia_h200")
     assert [site.verdict for site in found if site.fusion == "attention"] == ["fused"]
 
 
@@ -97,3 +176,33 @@ def test_a_bias_of_a_class_of_its_own():
 def test_a_function_that_compares_values():
     with pytest.raises(ValueError, match=r"have no values, but .*test_explain_absent\.py:\d+ reads one"):
         explain(lambda x: torch.cov(x) + 1, *tensors(8, 16), gpu="nvidia_h200")
+
+
+class Adaptive(nn.Module):
+    """Rare labels have clusters of their own; the rows of all clusters are counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.loss = nn.Linear(64, 64), nn.AdaptiveLogSoftmaxWithLoss(64, 500, [50, 200])
+
+    def forward(self, x, labels):
+        return self.loss(self.up(x), labels).loss
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_an_error_that_follows_from_what_is_selected(train):
+    """The module says that labels are out of range, because each cluster took all rows."""
+    message = r"nonzero and index selected all elements, with which .*test_explain_absent\.py:\d+ raised Runt"
+    labels = torch.randint(500, (32,))
+    with pytest.raises(ValueError, match=message) as raised:
+        explain(Adaptive(), torch.randn(32, 64), labels, train=train, gpu="nvidia_h200")
+    assert "arget" not in str(raised.value)
+
+
+def test_an_error_of_the_function():
+    def fails(x):
+        torch._dynamo.graph_break()
+        raise KeyError("its own")
+
+    with pytest.raises(KeyError, match="its own"):
+        explain(fails, *tensors(8, 16), gpu="nvidia_h200")

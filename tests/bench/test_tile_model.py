@@ -60,11 +60,14 @@ def test_file_is_current(judgement: Any) -> None:
 def test_fit_finds_constants(
     problems: dict[str, list[tile_model.Timed]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of times that a model with other constants makes."""
+    """Of times that a model with other constants makes, where activations cost nothing."""
     monkeypatch.setattr(tile_model, "STEPS", (0.4, 0.1, 0.03))
-    hidden = tile_model.constants_of(
-        {**tile_model.flat(cost.CONSTANTS), "launch tiled": 2.0, "slowness persistent 128 256 8 3": 1.6}
-    )
+    changed = {
+        "launch tiled": 2.0,
+        "slowness persistent 128 256 8 3": 1.6,
+        **dict.fromkeys(tile_model.LAST, 0.0),
+    }
+    hidden = tile_model.constants_of({**tile_model.flat(cost.CONSTANTS), **changed})
     name, some = next(iter(problems.items()))
     made = [
         tile_model.Timed(
@@ -76,6 +79,7 @@ def test_fit_finds_constants(
     found = tile_model.fit(tile_model.points((name, each) for each in made))
     assert found.launch["tiled"] == pytest.approx(2.0, rel=0.1)
     assert found.slowness["persistent", 128, 256, 8, 3] == pytest.approx(1.6, rel=0.1)
+    assert max(found.activation.values()) < 0.1
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def expression(size: torch.SymInt) -> Any:
 def symbol_parts(expression: Any) -> tuple[str, tuple[Any, ...]]:
     """The kind of a sympy expression, and its operands.
 
-    The kind is "integer", "symbol", "add", "mul", "max", "min", "floordiv", "mod" or "other".
+    The kind is "integer", "symbol", "add", "mul", "max", "min", "floordiv" or "other".
     """
     if expression.is_Integer:
         return "integer", ()
@@ -89,10 +89,7 @@ def symbol_parts(expression: Any) -> tuple[str, tuple[Any, ...]]:
         return "add", tuple(expression.args)
     if expression.is_Pow and expression.exp.is_Integer and expression.exp > 0:
         return "mul", (expression.base,) * int(expression.exp)
-    known = {  # torch has classes of its own for them
-        "Max": "max", "Min": "min", "FloorDiv": "floordiv", "CleanDiv": "floordiv", "PythonMod": "mod",
-        "Mod": "mod",
-    }  # fmt: skip
+    known = {"Max": "max", "Min": "min", "FloorDiv": "floordiv"}  # torch has classes of its own for them
     other = known.get(type(expression).__name__, "other")
     return ("mul" if expression.is_Mul else other), tuple(expression.args)
 

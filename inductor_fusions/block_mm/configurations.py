@@ -112,10 +112,9 @@ def with_norm(choice: Config, problem: Problem) -> Config:
     """
     if few_rows(problem) != 1:
         return choice
-    step = _row_step(problem, 1024)
     if problem.gated and min(k or 0 for k in problem.inner) >= 4096:
-        return Config("row", 1, 2, 2 * step, 8, 1)
-    return Config("row", 1, 2, step, 4, 1)
+        return Config("row", 1, 2, 2048, 8, 1)
+    return Config("row", 1, 2, _row_step(problem, 1024), 4, 1)
 
 
 def _row_step(problem: Problem, wanted: int) -> int:

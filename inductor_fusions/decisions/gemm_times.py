@@ -164,14 +164,13 @@ class Gemms:
         for group, (rows, columns, k) in zip(self.groups, self.products, strict=True):
             inner[group] += k
             sizes[group] = rows, columns
-        found = []
+        found, share = [], 1 / len(sizes)
         for kernel in CONSTANTS.slowness:
             template, m, n, *_ = kernel
             counts = [-(-rows // m) * -(-columns // n) for rows, columns in sizes.values()]
             each = -(-sum(counts) // processors)
             depth = sum(count * inner[group] for group, count in zip(sizes, counts, strict=True))
             together = 2 if m * n <= TWO_AT_ONCE[template] else 1
-            share = 1 / len(sizes)
             work = Work(kernel, depth / sum(counts), STEP_OF_K, each, together, self.activation, share)
             found.append(work.microseconds(CONSTANTS))
         return min(found)

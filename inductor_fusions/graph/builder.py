@@ -20,7 +20,6 @@ _COMBINE: dict[str, Any] = {
     "max": torch.sym_max,
     "min": torch.sym_min,
     "floordiv": operator.floordiv,
-    "mod": operator.mod,
 }
 
 

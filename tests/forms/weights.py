@@ -76,26 +76,26 @@ def state_of_a_decoder_and_its_weights(state: Any, memory: Any, w: Any) -> Any:
     return torch.bmm(weights.unsqueeze(1), memory).squeeze(1), weights
 
 
-@form((2, 9, 16), (2, 9, 16), (16, 2), fused=0, reasons=("single weights are taken",))
+@form((2, 9, 16), (2, 9, 16), (16, 2), fused=0, reasons=("weights are taken apart",))
 def selective_kernel(x: Any, y: Any, w: Any) -> Any:
     """SKNet: two weights of one softmax, not those of two softmaxes."""
     weights = torch.softmax(x @ w, -1)
     return weights[..., :1] * x + weights[..., 1:] * y
 
 
-@form((2, 9, 16), (3, 16), (3, 2, 9, 16), fused=0, reasons=("single weights are taken",))
+@form((2, 9, 16), (3, 16), (3, 2, 9, 16), fused=0, reasons=("weights are taken apart",))
 def experts_in_a_loop(x: Any, w: Any, experts: Any) -> Any:
     gates = (x @ w.mT).softmax(-1)
     return sum(gates[..., k, None] * expert for k, expert in enumerate(experts))
 
 
-@form((2, 9, 16), (3, 16), (3, 2, 9, 16), fused=0, reasons=("single weights are taken",))
+@form((2, 9, 16), (3, 16), (3, 2, 9, 16), fused=0, reasons=("weights are taken apart",))
 def experts_of_parts(x: Any, w: Any, experts: Any) -> Any:
     gates = (x @ w.mT).softmax(-1).chunk(3, -1)
     return sum(gate * expert for gate, expert in zip(gates, experts, strict=True))
 
 
-@form((2, 9, 16), (3, 16), (3, 2, 9, 16), fused=0, reasons=("single weights are taken",))
+@form((2, 9, 16), (3, 16), (3, 2, 9, 16), fused=0, reasons=("weights are taken apart",))
 def experts_of_unbound_weights(x: Any, w: Any, experts: Any) -> Any:
     gates = (x @ w.mT).softmax(-1).unbind(-1)
     return sum(gate[..., None] * expert for gate, expert in zip(gates, experts, strict=True))

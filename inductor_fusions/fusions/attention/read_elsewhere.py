@@ -13,7 +13,7 @@ from ...graph.torch_ops import CASTS, PRODUCTS, VIEWS, read
 from ...reasons import Reason
 
 _ONE_BY_ONE = Reason.NO_PRODUCT(
-    "single weights are taken, each of which multiplies a value of its own (experts, layers)"
+    "the weights are taken apart, and each part multiplies a value of its own (experts, layers)"
 )
 
 
@@ -21,8 +21,9 @@ def several(users: Sequence[fx.Node]) -> Rejected:
     """The reason for weights that these nodes read, not products alone."""
     if not users:
         return Reason.NO_PRODUCT.rejected("no product reads the weights")
-    if len(users) > 1 and all(selection(each, adds=True) is not None and _multiplies(each) for each in users):
-        return Rejected(_ONE_BY_ONE)
+    are_parts = len(users) > 1 and all(selection(each, adds=True) is not None for each in users)
+    if are_parts and (found := one_by_one(users)):
+        return found
     others = [user for user in users if (op := read(user)) is None or op.name not in PRODUCTS]
     other = next((user for user in others if user.op == "output"), others[0])
     returns = any(map(_is_returned, users))
@@ -31,10 +32,8 @@ def several(users: Sequence[fx.Node]) -> Rejected:
 
 
 def one_by_one(parts: Sequence[fx.Node]) -> Rejected | None:
-    """The reason for weights that are taken apart into these nodes, each of which multiplies something."""
-    if not parts or not all(map(_multiplies, parts)):
-        return None
-    return Rejected(_ONE_BY_ONE)
+    """The reason for weights that are taken apart into these nodes, if each of them multiplies something."""
+    return Rejected(_ONE_BY_ONE) if parts and all(map(_multiplies, parts)) else None
 
 
 def read_by_other(user: fx.Node) -> str:

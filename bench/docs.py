@@ -7,10 +7,10 @@ Every figure comes from bench/results/*.json. Missing files and columns are left
 `models_*.json` and `widths_*.json` are files of bench.models, `lora_models_*.json` of bench.models_lora,
 `bench_*.json` of `inductor_fusions bench`; `attention_*.json`, `flex_*.json`, `projections_*.json` and
 `lora_*.json` of the scripts bench.tune_*; `outer_product_*.json`, `dot_interaction_*.json`,
-`decode_attention_*.json`, `loss_head_*.json`, `tile_model*.json`, `guards_*.json`, `compile_cost_*.json`,
-`steps_*.json`, `generate_*.json`, `whole_mlp_*.json`, `mlp_training_*.json`, `convergence_*.json` and
-`distributed_*.json` of scripts of these names; `fuzz_*.json` of tests.fuzz, `load_cpu.json` of tests.load,
-`sanitizer_*.json` of tests.gpu.sanitize.
+`decode_attention_*.json`, `loss_head_*.json`, `norm_linear_*.json`, `tile_model*.json`, `guards_*.json`,
+`compile_cost_*.json`, `steps_*.json`, `generate_*.json`, `whole_mlp_*.json`, `mlp_training_*.json`,
+`convergence_*.json` and `distributed_*.json` of scripts of these names; `fuzz_*.json` of tests.fuzz,
+`load_cpu.json` of tests.load, `sanitizer_*.json` of tests.gpu.sanitize.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from bench.docs_operations import (
     flex_section,
     guards_section,
     loss_section,
+    norm_section,
 )
 from bench.docs_pieces import Json, anchor, filled, table
 from bench.docs_steps import compile_section, distributed_section, generate_section, steps_section
@@ -71,6 +72,7 @@ SECTIONS: dict[str, Callable[[Json], str]] = {
     "dot_interaction_*.json": partial(interactions_section, "Pairwise dot products"),
     "decode_attention_*.json": decoding_section,
     "loss_head_*.json": loss_section,
+    "norm_linear_*.json": norm_section,
     "guards_*.json": guards_section,
     "compile_cost_*.json": compile_section,
     "distributed_*.json": distributed_section,

@@ -39,6 +39,7 @@ WIDTHS: dict[str, Callable[[Row], Hashable]] = {
     "lora": lambda row: (str(row["inner"]), str(row["outer"])),
     "lora_sums": lambda row: (str(row["inner"]), row["columns"]),
     "lora_dropout": lambda row: (row["inner"], row["outer"]),
+    "lora_merged": lambda row: (row["inner"], row["outer"]),
     "narrow_mm": lambda row: row["width"],
     "dot_interaction": lambda row: (row["features"], row["width"]),
     "outer_product_linear": lambda row: (row["p"], row["q"], row["columns"], row["rows"]),

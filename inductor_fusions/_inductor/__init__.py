@@ -139,6 +139,7 @@ from .templates import (
     Output,
     Variant,
     captures_graphs,
+    freezes_weights,
     interprets_triton,
     lower_to_kernel,
     lower_to_template,

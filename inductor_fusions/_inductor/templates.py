@@ -26,6 +26,11 @@ def captures_graphs() -> bool:
     return bool(inductor_config().triton.cudagraphs)
 
 
+def freezes_weights() -> bool:
+    """Whether Inductor computes what depends on weights alone once, in inference."""
+    return bool(inductor_config().freezing)
+
+
 def interprets_triton() -> bool:
     """Whether kernels of Triton run in its interpreter, which has no inline assembly."""
     return bool(importlib.import_module("triton").knobs.runtime.interpret)

@@ -327,6 +327,16 @@ SECTIONS: Mapping[str, Section] = {
             (1.0,) * 4, process=_DROPOUT, may=_TF32, measured=_GAIN, needed=("gain",),
         ),
         Section(
+            "lora_merged",
+            dict(
+                inner=is_size, outer=is_size, rank=is_size, base=is_flag, train=is_flag, dtype=is_dtype,
+                tokens=is_size,
+            ),
+            lambda row: (half(row["dtype"]), row["base"], row["train"], row.get("tf32", False)),
+            lambda row: (row["inner"], row["outer"], _padded([row["rank"]]), row["tokens"]),
+            (1.0,) * 4, process=_DROPOUT, may=_TF32, measured=_GAIN, needed=("gain",),
+        ),
+        Section(
             "narrow_mm",
             dict(
                 width=is_size, ranks=list_of(is_size), layout=is_layout, dtype=is_dtype, narrow=is_dtype,

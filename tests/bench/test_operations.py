@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from bench import dot_interaction, loss_head, outer_product
+from bench import dot_interaction, lora_merged, loss_head, outer_product
 from inductor_fusions.decisions.problems import SECTIONS
 
 ROWS = [
     *((dot_interaction, kind, 8, train, 8, 5) for kind in dot_interaction.ALONE for train in (False, True)),
     *((loss_head, kind, 48, 16, 96) for kind in ("head", "rows", "policy")),
+    *((lora_merged, 96, 64, 4, 32, base, train) for base in (True, False) for train in (True, False)),
 ]
 
 
@@ -63,6 +64,13 @@ TABLES: dict[str, tuple[ModuleType, dict[str, Any], str]] = {
             "width": 4096, "classes": 128256, "tokens": 16384,
         }, "step",
     ),
+    "lora_merged": (
+        lora_merged,
+        {
+            "inner": 64, "outer": 96, "rank": 8, "base": True, "train": False, "dtype": "bfloat16",
+            "tokens": 48,
+        }, "",
+    ),
 }  # fmt: skip
 
 
@@ -73,7 +81,8 @@ def test_table(section: str, tmp_path: Path) -> None:
     row = {**row, "fused": 1, "correct": True, **TIMES}
     path = tmp_path / "a_device.json"
     path.write_text('{"schema": 1, "device": "A device", "attention": []}')
-    bench.table(path, [row, {**row, "train": True, "correct": False}, {**row, "kind": other}])
+    rows = [row, {**row, "train": True, "correct": False}, *([{**row, "kind": other}] if other else [])]
+    bench.table(path, rows)
     data = json.loads(path.read_text())
     assert [each["gain"] for each in data[section]] == [1.5, 0.0] and data["device"] == "A device"
     for each in data[section]:

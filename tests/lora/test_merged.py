@@ -1,4 +1,4 @@
-"""Adapters that are merged into a frozen weight in each step: two products in training."""
+"""Adapters that are merged into a frozen weight in each step: two products, where these are faster."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from inductor_fusions import config, reporting, testing
+from inductor_fusions.decisions import tables
 from inductor_fusions.fusions.lora import merged
 
 
@@ -58,9 +59,39 @@ def test_it_is_not_measured() -> None:
     check(FORMS["loralib"], policy="profitable", fused=0, reason="not-measured")
 
 
-def test_inference() -> None:
-    """Merging is one small product, and two products may take longer: it is left."""
-    check(FORMS["loralib"], train=False, fused=0, reason="not-measured")
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("name", ["loralib", "a second linear"])
+def test_measured(name: str, train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two products where a row says that they are faster: one with a weight, and one without."""
+    row = {
+        "inner": 32, "outer": 48, "rank": 4, "base": name == "loralib", "train": train, "dtype": "float32",
+        "tf32": False, "tokens": 24,
+    }  # fmt: skip
+    for gain, how in ((1.5, {"fused": 1}), (0.9, {"fused": 0, "reason": "not-faster"})):
+        table = tables.Table({"lora_merged": [{**row, "gain": gain}]})
+        monkeypatch.setattr(tables, "load", {"cpu": table}.get)
+        found = check(FORMS[name], policy="profitable", train=train, **how)
+        assert gain < 1 or found.ours.fused[0].kernel == "two products, 1.50x measured"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_inference(name: str) -> None:
+    """A trained weight as well: nothing is differentiated."""
+    x, w, *more = operands()
+    run = check(FORMS[name], (x, w.requires_grad_(name == "loralib"), *more), train=False)
+    assert run.ours.fused[0].kernel == "two products"
+
+
+def test_frozen() -> None:
+    """With Inductor's `freezing`, a weight is merged once."""
+    with torch._inductor.config.patch(freezing=True):
+        check(FORMS["loralib"], policy="profitable", train=False, fused=0, reason="merges them once")
+
+
+def test_only_the_input_is_trained() -> None:
+    x, w, *more = operands()
+    frozen = (x, w, *(each.detach() for each in more))
+    check(FORMS["loralib"], frozen, policy="profitable", fused=0, reason="not trained")
 
 
 def test_the_weight_changes_before_the_backward() -> None:

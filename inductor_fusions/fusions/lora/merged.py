@@ -3,9 +3,9 @@
     F.linear(x, w + s * (b @ a), c)    ->    F.linear(x, w, c) + s * F.linear(F.linear(x, a), b)
 
 Autograd computes the gradient of the merged weight, one of three products of a step, and multiplies it by a
-and b. As two products no such gradient is there, and no merged weight. loralib, minLoRA and PEFT's
-ParamWrapper merge so. Others add a second linear, whose weight is `s * (b @ a)`, or the same as a difference,
-`(w + s * (b @ a)) - w` (LyCORIS).
+and b. As two products no such gradient is there, and no merged weight, which costs memory traffic in every
+step. loralib, minLoRA and PEFT's ParamWrapper merge so. Others add a second linear, whose weight is
+`s * (b @ a)`, or the same as a difference, `(w + s * (b @ a)) - w` (LyCORIS).
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import fx
 
 from ... import config
-from ..._inductor import Match, known_true
+from ..._inductor import Match, freezes_weights, known_true
+from ...decisions import Query, decide_for_all
+from ...decisions.tables import dtype_name
 from ...effects.liveness import readers, replace
 from ...fusion import Candidate, Rejected, Reported
 from ...graph.builder import Builder
@@ -35,7 +37,17 @@ from ...graph.torch_ops import (
     same_dtype_device,
     scaled_by,
 )
-from ...operands import check_device, check_kind, requires_grad, tensor, text, value
+from ...operands import (
+    check_device,
+    check_kind,
+    may_use_tf32,
+    profitable,
+    requires_grad,
+    tensor,
+    text,
+    tokens_of,
+    value,
+)
 from ...reasons import Reason
 from .adapters import is_low_rank
 from .inputs import Inputs
@@ -106,7 +118,7 @@ def _merged(node: fx.Node) -> Merged | None:
         pairs = [(None, _delta(weight, 1.0))]
         last, total = [], None
     for w, delta in pairs:
-        if delta is None or (w is not None and not _fits(w, delta.product)):
+        if delta is None or (w is not None and not _fits(w, delta.product, requires_grad(node))):
             continue
         a, b = (delta.a, delta.b) if rows else (delta.b, delta.a)
         if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or not _is_narrow(a, b, rows):
@@ -214,10 +226,10 @@ def _has_as_many(op: Op, weight: fx.Node) -> bool:
     return False
 
 
-def _fits(w: fx.Node, product: fx.Node) -> bool:
+def _fits(w: fx.Node, product: fx.Node, trains: bool) -> bool:
     """Whether a weight that is not trained has the shape of a product."""
     weight, delta = tensor(w), tensor(product)
-    if weight is None or delta is None or weight.requires_grad:
+    if weight is None or delta is None or (trains and weight.requires_grad):
         return False
     return weight.dim() == 2 and tuple(weight.shape) == tuple(delta.shape)
 
@@ -234,6 +246,7 @@ class MergedWeight(Candidate):
 
     def __init__(self, site: Merged, known: Inputs) -> None:
         self.site, self.known, self.anchor = site, known, site.linear
+        self.note = ""
 
     def describe(self) -> dict[str, str]:
         named = ("input", self.site.x), ("weight", self.site.w), ("a", self.site.a)
@@ -252,15 +265,32 @@ class MergedWeight(Candidate):
         operands = [node for node in (site.x, site.w, site.a, site.b, site.factor) if node is not None]
         known.check_replaced(site.between, site.linear, "the merge and the linear", operands)
         check_device(found[0])
-        _, a, b, *_, out = found
-        trains = out.requires_grad and (a.requires_grad or b.requires_grad)
-        # Without w, two products of low rank replace a wide one.
-        if config.policy != "always" or not (trains or site.w is None):
+        if config.policy != "always":
+            self.note = self.decided(found[0], found[-1])
+
+    def decided(self, x: torch.Tensor, out: torch.Tensor) -> str:
+        """A note on how much faster two products are.
+
+        Raises:
+            LeftToStock: they are not, or the problem is none that is measured.
+        """
+        if not out.requires_grad and freezes_weights():
+            raise Reason.NOT_FASTER.left_to_stock("Inductor freezes the weights, and merges them once")
+        site, a = self.site, value(self.site.a)
+        if out.requires_grad and not (requires_grad(site.a) or requires_grad(site.b)):
             raise Reason.NOT_MEASURED.left_to_stock(
-                "the adapter is merged into the weight in each step, and no measurement covers its form as "
-                "two products",
+                "a merged adapter that is not trained is not measured where other inputs are trained",
                 "F.linear(x, w) + s * F.linear(F.linear(x, a), b)",
             )
+        tokens = tokens_of(x.numel() // x.shape[-1])
+        wanted = {
+            "inner": x.shape[-1], "outer": out.shape[-1], "rank": a.shape[0 if site.rows else 1],
+            "base": site.w is not None, "train": out.requires_grad, "dtype": dtype_name(out.dtype),
+            "tf32": out.dtype == torch.float32 and may_use_tf32(),
+        }  # fmt: skip
+        if tokens is None or not all(isinstance(wanted[name], int) for name in ("inner", "outer", "rank")):
+            raise Reason.SYMBOLIC.left_to_stock("a width, or a number of rows without a hint, is symbolic")
+        return f", {profitable(decide_for_all(Query('lora_merged', wanted), tokens, out.device)).note}"
 
     def rewrite(self) -> str:
         site, old = self.site, self.site.linear
@@ -282,7 +312,7 @@ class MergedWeight(Candidate):
             base = make.given(out, times, site.x, w, *([site.bias] if site.rows else []))
             up = make.given(out, operator.add, base, up)
         replace(old, up, site.between)
-        return "two products"
+        return f"two products{self.note}"
 
 
 def merged_weight(scope: Inputs, match: Match) -> Candidate | None:

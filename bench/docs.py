@@ -6,11 +6,11 @@
 Every figure comes from bench/results/*.json. Missing files and columns are left out.
 `models_*.json` and `widths_*.json` are files of bench.models, `lora_models_*.json` of bench.models_lora,
 `bench_*.json` of `inductor_fusions bench`; `attention_*.json`, `flex_*.json`, `projections_*.json` and
-`lora_*.json` of the scripts bench.tune_*; `outer_product_*.json`, `dot_interaction_*.json`,
-`decode_attention_*.json`, `loss_head_*.json`, `norm_linear_*.json`, `tile_model*.json`, `guards_*.json`,
-`compile_cost_*.json`, `steps_*.json`, `generate_*.json`, `whole_mlp_*.json`, `mlp_training_*.json`,
-`convergence_*.json` and `distributed_*.json` of scripts of these names; `fuzz_*.json` of tests.fuzz,
-`load_cpu.json` of tests.load, `sanitizer_*.json` of tests.gpu.sanitize.
+`lora_*.json` of the scripts bench.tune_*; `lora_merged_*.json`, `outer_product_*.json`,
+`dot_interaction_*.json`, `decode_attention_*.json`, `loss_head_*.json`, `norm_linear_*.json`,
+`tile_model*.json`, `guards_*.json`, `compile_cost_*.json`, `steps_*.json`, `generate_*.json`,
+`whole_mlp_*.json`, `mlp_training_*.json`, `convergence_*.json` and `distributed_*.json` of scripts of these
+names; `fuzz_*.json` of tests.fuzz, `load_cpu.json` of tests.load, `sanitizer_*.json` of tests.gpu.sanitize.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ SECTIONS: dict[str, Callable[[Json], str]] = {
     "projections_*.json": projections_section,
     "lora_models_*.json": lora_models_section,
     "lora_[!m]*.json": lora_section,
+    "lora_merged_*.json": partial(interactions_section, "Adapters merged in each step"),
     "outer_product_*.json": partial(interactions_section, "A linear on an outer product"),
     "dot_interaction_*.json": partial(interactions_section, "Pairwise dot products"),
     "decode_attention_*.json": decoding_section,

@@ -189,7 +189,7 @@ def lora_summary(data: Json) -> str:
 
 
 def interactions_section(title: str, data: Json) -> str:
-    """Every row of bench.outer_product or bench.dot_interaction."""
+    """Every row of bench.lora_merged, bench.outer_product or bench.dot_interaction."""
     text = (
         "Microseconds, by the wall clock and, in brackets, on the device alone; MiB is the peak beyond "
         "weights and inputs. The gain is that over the better stock, by the worse one of both clocks: it "

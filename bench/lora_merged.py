@@ -57,16 +57,18 @@ def grid(quick: bool) -> list[Row]:
     """What is measured, the most important first."""
     if quick:
         return [Row(96, 64, 4, 32, base, train) for base in (True, False) for train in (True, False)]
-    trained = [(2048, 2048), (4096, 4096), (1024, 1024), (4096, 14336), (14336, 4096)]
+    wide = [(2048, 2048), (4096, 4096), (1024, 1024), (4096, 14336), (14336, 4096)]
+    between = [(1536, 1536), (3072, 3072), (2048, 8192), (8192, 2048)]
     return [
-        *(Row(*widths, 16, tokens, True, True) for tokens in (4096, 512) for widths in trained),
-        *(Row(*widths, 16, tokens, True, False) for widths in trained[:2] for tokens in (1, 16, 512, 4096)),
+        *(Row(*widths, 16, tokens, True, True) for tokens in (4096, 512) for widths in (*wide, *between)),
+        *(Row(*widths, 16, tokens, True, False) for widths in wide[:2] for tokens in (1, 16, 512, 4096)),
         *(Row(2048, 2048, 16, tokens, False, train) for tokens in (4096, 512) for train in (True, False)),
         *(Row(4096, 4096, 64, 4096, True, train) for train in (True, False)),
-        *(Row(*widths, 16, 16, True, True) for widths in trained[:2]),
-        *(Row(*trained[2], 16, tokens, True, False) for tokens in (1, 512, 4096)),
+        *(Row(*widths, 16, 16, True, True) for widths in wide[:2]),
+        *(Row(*wide[2], 16, tokens, True, False) for tokens in (1, 512, 4096)),
+        *(Row(*widths, 16, tokens, True, False) for widths in between[1:] for tokens in (1, 512)),
         Row(2048, 2048, 16, 1, False, False),
-        *(Row(*widths, 16, 16384, True, True) for widths in trained[:3]),
+        *(Row(*widths, 16, 16384, True, True) for widths in wide[:3]),
     ]
 
 

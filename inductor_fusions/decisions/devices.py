@@ -213,7 +213,7 @@ def carried(source: Source, section: str, kernel: str, row: Row) -> Carried | No
         less = {"sdpa": _FLASH, "efficient": 0.3, "flex": 0.5, "short": 0.3}.get(kernel)
         return None if less is None else Carried(1.0, less, 0.15)
     memory = section in ("lora_sums", "lora_dropout", "narrow_mm", "decode_attention")
-    few = section == "lora" and row["tokens"] <= FEW_ROWS
+    few = section in ("lora", "lora_merged") and row["tokens"] <= FEW_ROWS
     return Carried(0.5, 0.0, 0.1) if memory or few or _saves_launches(section, row) else None
 
 

@@ -57,7 +57,7 @@ def loralib_linear(x: Any, w: Any, a: Any, b: Any) -> Any:
     return result + (x @ a.transpose(0, 1) @ b.transpose(0, 1)) * 2.0
 
 
-@form(*LORA, left=(2, 0), reasons=("not-measured", ""))
+@form(*LORA)
 def loralib_merged_weight(x: Any, w: Any, a: Any, b: Any) -> Any:
     """minLoRA, PEFT's ParamWrapper: a parametrization adds the adapter to the weight."""
     return F.linear(x, w + (b @ a).view(w.shape) * 2.0)

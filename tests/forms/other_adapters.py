@@ -149,6 +149,39 @@ def layers_of_low_width(x: Any, gate: Any, up: Any, down: Any) -> Any:
     return x
 
 
+#: z of 128 columns, a linear to 64, and the linear behind it, with its adapter.
+NARROW_LAYER = ((2, 24, 128), (64, 128), "frozen 64x64", (64,), (8, 64), (64, 8))
+
+
+@form(*NARROW_LAYER, left=(1, 1), silent="lora")
+def adapter_behind_a_narrow_linear(z: Any, v: Any, w: Any, c: Any, a: Any, b: Any) -> Any:
+    """The linear in front and the base are no adapter of rank 64: what A reads is the input of a base."""
+    h = F.linear(z, v)
+    return F.linear(h, w, c) + F.linear(F.linear(h, a), b) * 2.0
+
+
+@form(*NARROW_LAYER, random=True, silent="lora")
+def adapter_with_dropout_behind_a_narrow_mlp(z: Any, v: Any, w: Any, c: Any, a: Any, b: Any) -> Any:
+    """The linear in front has a bias and a function behind it."""
+    h = F.gelu(F.linear(z, v, c))
+    dropped = F.dropout(h, 0.1, torch.is_grad_enabled())
+    return F.linear(h, w) + F.linear(F.linear(dropped, a), b) * 2.0
+
+
+@form((2, 24, 128), (64, 128), "frozen 64x64", (8, 64), left=(1, 1), reasons=("no-base", "no-base"))
+def narrow_linears_beside_a_router(z: Any, v: Any, w: Any, router: Any) -> Any:
+    """What reads the narrow result as well is not the first product of an adapter."""
+    h = F.linear(z, v)
+    return F.linear(h, w), F.linear(h, router).softmax(-1)
+
+
+@form((2, 24, 128), "frozen 64x128", (16, 128), (64, 16), (4, 16), left=(1, 1))
+def adapter_whose_narrow_result_is_routed(x: Any, w: Any, a: Any, b: Any, router: Any) -> Any:
+    """Fewer columns are computed of what A gives, and A and B are an adapter all the same."""
+    h = F.linear(x, a)
+    return F.linear(x, w) + F.linear(h, b) * F.linear(h, router).softmax(-1)[..., :1]
+
+
 @form((24, 64), "frozen 64x64", (64, 8), (8, 64), (24, 64), left=(3, 3), reasons=("by a tensor", ""))
 def weighted_adapter_that_a_product_is_added_to(x: Any, w: Any, a: Any, b: Any, t: Any) -> Any:
     return torch.addmm(x @ a @ b * t, x, w)

@@ -168,7 +168,7 @@ def adapter_with_dropout_behind_a_narrow_mlp(z: Any, v: Any, w: Any, c: Any, a: 
     return F.linear(h, w) + F.linear(F.linear(dropped, a), b) * 2.0
 
 
-@form((2, 24, 128), (64, 128), "frozen 64x64", (8, 64), left=(1, 1), reasons=("no-base", "no-base"))
+@form((2, 24, 128), (64, 128), "frozen 128x64", (8, 64), left=(1, 1), reasons=("no-base", "no-base"))
 def narrow_linears_beside_a_router(z: Any, v: Any, w: Any, router: Any) -> Any:
     """What reads the narrow result as well is not the first product of an adapter."""
     h = F.linear(z, v)

@@ -303,7 +303,8 @@ def unweighted(node: Any) -> Any:
     """The node that a node casts, views, permutes, and multiplies by numbers or broadcast tensors."""
     found = turned(core_of(node))
     for x, by in multiplied(found) if isinstance(found, fx.Node) else ():
-        if tensor(by) is not None and known_true(value(by).numel() < value(x).numel()):
+        factor, whole = tensor(by), tensor(x)  # None of a number that is an input
+        if factor is not None and whole is not None and known_true(factor.numel() < whole.numel()):
             return unweighted(x)
     return found
 

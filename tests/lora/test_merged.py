@@ -54,14 +54,6 @@ def test_form(name: str) -> None:
     assert run.ours.fused[0].kernel == "two products"
 
 
-def test_a_weight_that_takes_no_gradient_here() -> None:
-    """A parameter requires one under `no_grad` as well, where it is as good as frozen."""
-    given = operands()
-    given[1].requires_grad_()
-    check(FORMS["loralib"], given, fused=0, reason="not-measured", train=False)
-    check(FORMS["loralib"], given, fused=0, reason="merged")
-
-
 def test_it_is_not_measured() -> None:
     check(FORMS["loralib"], policy="profitable", fused=0, reason="not-measured")
 

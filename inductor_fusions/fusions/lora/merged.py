@@ -35,7 +35,7 @@ from ...graph.torch_ops import (
     same_dtype_device,
     scaled_by,
 )
-from ...operands import check_device, check_kind, is_differentiated, requires_grad, tensor, text, value
+from ...operands import check_device, check_kind, requires_grad, tensor, text, value
 from ...reasons import Reason
 from .adapters import is_low_rank
 from .inputs import Inputs
@@ -106,7 +106,7 @@ def _merged(node: fx.Node) -> Merged | None:
         pairs = [(None, _delta(weight, 1.0))]
         last, total = [], None
     for w, delta in pairs:
-        if delta is None or (w is not None and not _fits(w, delta.product, node)):
+        if delta is None or (w is not None and not _fits(w, delta.product)):
             continue
         a, b = (delta.a, delta.b) if rows else (delta.b, delta.a)
         if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or not _is_narrow(a, b, rows):
@@ -214,10 +214,10 @@ def _has_as_many(op: Op, weight: fx.Node) -> bool:
     return False
 
 
-def _fits(w: fx.Node, product: fx.Node, linear: fx.Node) -> bool:
+def _fits(w: fx.Node, product: fx.Node) -> bool:
     """Whether a weight that is not trained has the shape of a product."""
     weight, delta = tensor(w), tensor(product)
-    if weight is None or delta is None or (weight.requires_grad and is_differentiated([linear], [w])):
+    if weight is None or delta is None or weight.requires_grad:
         return False
     return weight.dim() == 2 and tuple(weight.shape) == tuple(delta.shape)
 

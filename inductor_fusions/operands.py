@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ._inductor import (
     is_wrapper,
     known_true,
     range_of,
+    records_gradients,
     subclass_given,
     value_of,
 )
@@ -57,6 +58,16 @@ def requires_grad(node: Any) -> bool:
     """Whether a node is a tensor that takes a gradient."""
     found = tensor(node)
     return found is not None and found.requires_grad
+
+
+def is_differentiated(results: Iterable[Any], operands: Iterable[Any]) -> bool:
+    """Whether gradients are taken of results, as far as is known before autograd.
+
+    Operands that are inputs of the graph require a gradient under `torch.no_grad` as well, and their results
+    require none. Elsewhere one operand that does is enough: the result of a body may not show it.
+    """
+    of_operands = torch.is_grad_enabled() and any(records_gradients(tensor(node)) for node in operands)
+    return of_operands or any(records_gradients(tensor(node)) for node in results)
 
 
 def value(node: Any) -> torch.Tensor:

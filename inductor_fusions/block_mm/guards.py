@@ -113,6 +113,8 @@ def called(node: fx.Node) -> str:
         return "an input of the graph"
     if product(node) is not None:
         return "another product"
+    if node.target is torch.ops.aten.cat.default:
+        return "cat or stack"
     return str(node.target).removeprefix("aten.").removeprefix("prims.").partition(".")[0]
 
 

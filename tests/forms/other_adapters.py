@@ -149,6 +149,80 @@ def layers_of_low_width(x: Any, gate: Any, up: Any, down: Any) -> Any:
     return x
 
 
+#: z of 128 columns, a linear to 64, and the linear behind it, with its adapter.
+NARROW_LAYER = ((2, 24, 128), (64, 128), "frozen 64x64", (64,), (8, 64), (64, 8))
+
+
+@form(*NARROW_LAYER, left=(1, 1), silent="lora")
+def adapter_behind_a_narrow_linear(z: Any, v: Any, w: Any, c: Any, a: Any, b: Any) -> Any:
+    """The linear in front and the base are no adapter of rank 64: what A reads is the input of a base."""
+    h = F.linear(z, v)
+    return F.linear(h, w, c) + F.linear(F.linear(h, a), b) * 2.0
+
+
+@form(*NARROW_LAYER, random=True, silent="lora")
+def adapter_with_dropout_behind_a_narrow_mlp(z: Any, v: Any, w: Any, c: Any, a: Any, b: Any) -> Any:
+    """The linear in front has a bias and a function behind it."""
+    h = F.gelu(F.linear(z, v, c))
+    dropped = F.dropout(h, 0.1, torch.is_grad_enabled())
+    return F.linear(h, w) + F.linear(F.linear(dropped, a), b) * 2.0
+
+
+@form((2, 24, 128), (64, 128), "frozen 128x64", (8, 64), left=(1, 1), reasons=("no-base", "no-base"))
+def narrow_linears_beside_a_router(z: Any, v: Any, w: Any, router: Any) -> Any:
+    """What reads the narrow result as well is not the first product of an adapter."""
+    h = F.linear(z, v)
+    return F.linear(h, w), F.linear(h, router).softmax(-1)
+
+
+@form((2, 24, 128), "frozen 64x128", (16, 128), (64, 16), (4, 16), left=(1, 1))
+def adapter_whose_narrow_result_is_routed(x: Any, w: Any, a: Any, b: Any, router: Any) -> Any:
+    """Fewer columns are computed of what A gives, and A and B are an adapter all the same."""
+    h = F.linear(x, a)
+    return F.linear(x, w) + F.linear(h, b) * F.linear(h, router).softmax(-1)[..., :1]
+
+
+@form(LONG, "frozen 128x64", (3, 64, 8), (3, 8, 128), (3,), lambda: torch.tensor([2, 0]), left=(1, 1),
+      reasons=("limit", "limit"))  # fmt: skip
+def scaled_adapters_by_number(x: Any, w: Any, a: Any, b: Any, scales: Any, which: Any) -> Any:
+    """S-LoRA, where each adapter has a scale of its own."""
+    return F.linear(x, w) + (x @ a[which] @ b[which]) * scales[which][:, None, None]
+
+
+@form(LONG, "frozen 128x64", "frozen 8x64", "frozen 128x8", (8,), left=(1, 1), reasons=("layout", "layout"))
+def adapter_from_the_left(x: Any, w: Any, a: Any, b: Any, d: Any) -> Any:
+    """VeRA as papers write it, on columns."""
+    return F.linear(x, w) + (b @ (d[:, None] * (a @ x.mT))).mT
+
+
+@form(LONG, "frozen 128x64", (3, 64, 8), (3, 8, 128), (3, 64), left=(1, 1), reasons=("", "multiple of 8"))
+def mixture_by_one_einsum(x: Any, w: Any, a: Any, b: Any, gate: Any) -> Any:
+    """The gates multiply the ranks, between two products of all experts; einsum moves dims of size 1."""
+    gates, narrow = F.linear(x, gate).softmax(-1), torch.einsum("bsd,edr->bser", x, a)
+    return F.linear(x, w) + torch.einsum("bse,bser,erd->bsd", gates, narrow, b)
+
+
+@form(
+    LONG, "frozen 64x64", (8, 64), (64, 8), (1, 64), left=(1, 1), reasons=("passes through torch.where", "")
+)
+def gated_adapter_behind_where(x: Any, w: Any, a: Any, b: Any, gate: Any) -> Any:
+    """The gate is supported; what is behind it is not."""
+    gates = F.linear(x, gate).sigmoid()
+    return F.linear(x, w) + torch.where(gates > 0.5, F.linear(F.linear(x, a), b) * gates, 0.0)
+
+
+@form(LONG, "frozen 64x64", (8, 64), (8,), (64, 8), (64,), (1,), left=(0, 1), reasons=("", "used-elsewhere"))
+def parallel_adapter_with_a_trained_scale(x: Any, w: Any, a: Any, c: Any, b: Any, d: Any, scale: Any) -> Any:
+    """He et al.: its result is saved for the gradient of the scale."""
+    return F.linear(x, w) + F.linear(F.relu(F.linear(x, a, c)), b, d) * scale
+
+
+@form("frozen 24x64", "frozen 64x64", (8, 64), (8, 8), (64, 8), left=(1, 1), silent="lora")
+def core_between_a_and_b_of_a_fixed_input(x: Any, w: Any, a: Any, core: Any, b: Any) -> Any:
+    """In the backward, the product with a square matrix is none of low rank."""
+    return F.linear(x, w) + F.linear(F.linear(F.linear(x, a), core), b)
+
+
 @form((24, 64), "frozen 64x64", (64, 8), (8, 64), (24, 64), left=(3, 3), reasons=("by a tensor", ""))
 def weighted_adapter_that_a_product_is_added_to(x: Any, w: Any, a: Any, b: Any, t: Any) -> Any:
     return torch.addmm(x @ a @ b * t, x, w)

@@ -86,3 +86,18 @@ def test_tf32_however_it_is_allowed() -> None:
     """By the old settings, by the new ones, and by a mixture; in a process of its own, since they stick."""
     done = start("-c", SETTINGS)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_inputs_that_require_a_gradient(records: bool) -> None:
+    """Under `no_grad` only a result says whether a gradient is taken."""
+    graph, x = fx.Graph(), torch.randn(3).requires_grad_()
+    given, result = graph.placeholder("x"), graph.placeholder("y")
+    with torch.set_grad_enabled(records):
+        given.meta["example_value"], result.meta["example_value"] = x, x * 2
+        assert operands.is_differentiated([result], [given]) == records
+        result.meta["example_value"] = x.detach()
+        assert operands.is_differentiated([result], [given]) == records
+    result.meta["example_value"] = x * 2
+    with torch.no_grad():
+        assert operands.is_differentiated([result], [given])

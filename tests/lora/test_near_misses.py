@@ -169,6 +169,12 @@ def test_rank_above_that_of_the_kernels(train: bool) -> None:
     assert not run(linear, given, train=train).codes("lora")
 
 
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_symbolic_rank(train: bool) -> None:
+    """Where A and B are arguments, `dynamic=True` makes their sizes symbols."""
+    assert run(linear, operands(), train=train, dynamic=True).codes("lora") == ["symbolic"] * (1 + train)
+
+
 def test_without_measurements_it_is_left_to_stock() -> None:
     seen = run(linear, operands(), policy="profitable")
     assert not seen.fused("lora")

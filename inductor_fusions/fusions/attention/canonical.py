@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import known_true, records_gradients
+from ..._inductor import known_true
 from ...decisions.tables import dtype_name
 from ...graph import torch_ops
-from ...operands import holds
+from ...operands import holds, is_differentiated
 from ...reasons import Reason
 from . import structure
 from .aliasing import Mutations
@@ -120,8 +120,7 @@ def _ungrouped(
 
 def _trains(site: Attention) -> bool:
     """Whether a gradient flows into q, k or v, or into anything else that the results are made of."""
-    nodes = (site.q.node, site.k.node, *(r.v.node for r in site.results), *site.outputs)
-    return any((t := torch_ops.tensor(node)) is not None and records_gradients(t) for node in nodes)
+    return is_differentiated(site.outputs, (site.q.node, site.k.node, *(r.v.node for r in site.results)))
 
 
 def _check_casts(site: Attention, *dtypes: torch.dtype) -> None:

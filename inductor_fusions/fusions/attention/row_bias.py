@@ -71,7 +71,7 @@ def _refused_bias(problem: Problem, term: Term, operand: Operand) -> str:
     tensor = torch_ops.tensor(term.node)
     if not known_true(operand.shape[-2] == 1):
         return "its bias varies over queries"
-    if tensor is None or tensor.requires_grad:
+    if tensor is None or (problem.train and tensor.requires_grad):
         return "its bias requires a gradient, which cuDNN does not compute"
     if tensor.dtype != problem.dtype or abs(math.frexp(term.factor)[0]) != 0.5:
         return f"its bias would be rounded to {problem.dtype}"

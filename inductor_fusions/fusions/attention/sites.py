@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import known_true, records_gradients, suppress_guards
+from ..._inductor import known_true, suppress_guards
 from ...effects import modes
 from ...effects.derivatives import REVERSE
 from ...effects.inplace import inputs
@@ -19,7 +19,7 @@ from ...effects.liveness import erase_dead_readers, is_pure
 from ...fusion import Candidate, Rejected, Reported
 from ...graph import torch_ops
 from ...graph.facts import recording
-from ...operands import check_kind, text
+from ...operands import check_kind, is_differentiated, text
 from ...reasons import Reason, like
 from . import emit, kernels, savings, structure
 from .canonical import canonicalise, own_heads
@@ -215,8 +215,7 @@ class SdpaCall(Candidate):
             q=q, k=few_k, v=few_v, full_k=k, full_v=v, scale=op["scale"], dropout=float(dropout),
             causal=causal, terms=[], dtype=out.dtype, attn_mask=mask,
             results=[Result(self.anchor, v, shape[:2], tuple(out.shape), tuple(range(out.dim())))],
-            train=any(records_gradients(torch_ops.tensor(op[n])) for n in ("query", "key", "value"))
-            or records_gradients(out),
+            train=is_differentiated([self.anchor], [op[n] for n in ("query", "key", "value")]),
             structure=None if term is None else self._structure(term, shape),
             version=self.scope.mutations.last,
             transformed=self.scope.modes.at(self.anchor).within(*REVERSE),

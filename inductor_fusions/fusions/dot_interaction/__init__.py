@@ -149,8 +149,10 @@ def measured(t: torch.Tensor, site: InteractionSite, pairs: str) -> tuple[str, l
         raise Reason.NOT_MEASURED.left_to_stock(
             "the features of a few pairs are tensors of their own, which stock reads where they are"
         )
+    # An input takes no gradient where none is taken of the result.
+    trains = t.requires_grad and value(site.last).requires_grad
     wanted = {
-        "dtype": tables.dtype_name(t.dtype), "train": t.requires_grad, "features": features, "width": width,
+        "dtype": tables.dtype_name(t.dtype), "train": trains, "features": features, "width": width,
         "dense": site.dense is not None, "samples": samples, "pairs": pairs,
     }  # fmt: skip
     decision = profitable(decide(Query("dot_interaction", wanted), t.device))

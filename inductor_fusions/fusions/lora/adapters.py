@@ -14,6 +14,7 @@ from ...graph.additions import has_size_of
 from ...graph.products import (
     CASTS,
     RESHAPES,
+    VIEWS,
     Product,
     is_floating,
     is_pointwise,
@@ -27,9 +28,11 @@ from ...graph.products import (
     users_behind,
     widens,
 )
+from ...graph.search import reached
 from ...operands import holds, tensor, value
-from .first_products import down_projection, in_front_of_squares, product_in
+from .first_products import MOST_BETWEEN, down_projection, first_product, in_front_of_squares, product_in
 from .masks import masked
+from .op import NARROW_MM
 
 aten = torch.ops.aten
 
@@ -85,7 +88,7 @@ class Adapter:
     factor: fx.Node | None
     middle: fx.Node | None = None
     pad: tuple[int, int] = (0, 0)
-    over: tuple[int, ...] = ()
+    over: tuple[Any, ...] = ()
     kept: fx.Node | None = None
 
     @property
@@ -175,7 +178,7 @@ def adapter_of(node: fx.Node) -> Adapter | None:
         return None
     up = _of_padded_rank(replace(found, bias=None))
     rank = value(up.a).shape[1]
-    if not is_low_rank(rank):
+    if not is_low_rank(rank) or _has_adapter(up):
         return None
     read: Any = up.a
     scale, factor = up.scale, None
@@ -196,6 +199,37 @@ def adapter_of(node: fx.Node) -> Adapter | None:
     inner = value(down.a).shape[1]
     narrow = not isinstance(inner, int) or inner > rank
     return Adapter(up, down, scale, factor) if narrow else _around_function(up)
+
+
+def _has_adapter(base: Product) -> bool:
+    """Whether an adapter of lower rank reads what a product reads, so that the product is its base.
+
+    In layers of few columns, the base and the linear in front of it are two products of low rank as well.
+    """
+
+    def same(node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if (on := step(user)) is not None and on.inner is node]
+
+    rank = value(base.a).shape[1]
+    for node in reached([through(base.a, RESHAPES | CASTS)], same):
+        for user in node.users:
+            for result in user.users if user.target is NARROW_MM else (user,):
+                down = first_product(result)
+                if down is None or down.a is not node or not is_low_rank(value(result).shape[1], rank):
+                    continue
+                if _is_in_adapter(down):
+                    return True
+    return False
+
+
+def _is_in_adapter(down: Product) -> bool:
+    """Whether a product is the first one of an adapter."""
+
+    def behind(node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if user.target in VIEWS or is_pointwise(user)]
+
+    ups = (user for node in reached([down.node], behind, MOST_BETWEEN) for user in node.users)
+    return any((read := adapter_of(up)) is not None and read.down.a is down.a for up in ups)
 
 
 def _around_function(up: Product) -> Adapter | None:
@@ -288,7 +322,7 @@ class Weighted:
     up: Product
     scale: float
     vector: fx.Node
-    over: tuple[int, ...]
+    over: tuple[Any, ...]
     inner: tuple[fx.Node, ...]
 
 
@@ -311,10 +345,10 @@ def weighted(node: fx.Node) -> Weighted | None:
         up = product(core)
         if up is None or up.bias is not None or len(up.node.users) != 1 or adapter_of(up.node) is None:
             continue
-        own = tuple(found.shape)
-        if columns != value(up.node).shape[1] or not all(isinstance(size, int) for size in (*over, *own)):
+        last, wide = found.shape[-1], value(up.node).shape[1]
+        if not isinstance(last, int) or not isinstance(columns, int) or columns != wide:
             continue
-        if own[-1] == 1 or own[-1] == columns == found.numel():
+        if last == 1 or (last == columns and same_sizes([found.numel()], [last])):
             return Weighted(up, scale, by, tuple(over), tuple(inner))
     return None
 

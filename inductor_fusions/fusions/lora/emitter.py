@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from ...block_mm import guards
 from ...graph.builder import Builder
-from ...graph.products import transpose_of
+from ...graph.products import same_sizes, transpose_of
 from ...operands import value
 from . import gather
 from .adapters import Source
@@ -35,12 +36,13 @@ class Emitter(Builder):
         return node
 
     def weighted(
-        self, left: fx.Node, right: fx.Node, vector: fx.Node, over: Sequence[int]
+        self, left: fx.Node, right: fx.Node, vector: fx.Node, over: Sequence[Any]
     ) -> tuple[fx.Node, fx.Node]:
         """Both operands of an up-projection, with a factor for each row or each column."""
         if value(vector).shape[-1] != 1:
             return left, self.times(right, self.call(aten.reshape.default, vector, [1, -1]))
-        rows = self.call(aten.expand.default, vector, [*over, 1])
+        whole = same_sizes(value(vector).shape, [*over, 1])  # else symbolic sizes become nodes
+        rows = vector if whole else self.call(aten.expand.default, vector, [*over, 1])
         return self.times(left, self.call(aten.reshape.default, rows, [-1, 1])), right
 
     def times(self, left: fx.Node, factor: fx.Node) -> fx.Node:

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from ...graph.concatenation import joined
-from ...graph.dims import selection
+from ...graph.dims import permutation, selection
 from ...graph.products import (
     CASTS,
     RESHAPES,
@@ -18,22 +18,23 @@ from ...graph.products import (
     through,
     zero_padding,
 )
+from ...graph.torch_ops import read
 from ...operands import value
 from .masks import narrow_product
 
 aten = torch.ops.aten
 
 #: The most operations between A and B.
-_MOST_BETWEEN = 24
+MOST_BETWEEN = 24
 
 
 def down_projection(node: fx.Node) -> Product | None:
     """The product without a bias that a node is, with its padding or masks."""
-    down = _first_product(node)
+    down = first_product(node)
     return down if down is not None and down.bias is None else None
 
 
-def _first_product(node: fx.Node) -> Product | None:
+def first_product(node: fx.Node) -> Product | None:
     """The product that a node is, with its padding or masks, and its bias if that is a vector."""
     down = product(node) or _of_padded_columns(node) or narrow_product(node)
     return down if down is not None and (down.bias is None or value(down.bias).dim() == 1) else None
@@ -61,16 +62,27 @@ def product_in(matrix: fx.Node, size: str) -> Product | None:
         if node in seen:
             continue
         seen.add(node)
-        found = _first_product(node) if str(value(node).numel()) == size else None
+        found = first_product(node) if str(value(node).numel()) == size else None
         if found is not None and down is None:
             down = found
-        elif found is not None or len(seen) > _MOST_BETWEEN:
+        elif found is not None or len(seen) > MOST_BETWEEN:
             return None
-        elif node.target in RESHAPES or is_pointwise(node):
+        elif node.target in RESHAPES or is_pointwise(node) or _keeps_order(node):
             waiting += [(each, size) for each in node.all_input_nodes if is_floating(each)]
         elif str(value(node).numel()) == size:  # a number of each row is a factor
             waiting += [(each, str(value(each).numel())) for each in _beside(node)]
     return down
+
+
+def _keeps_order(node: fx.Node) -> bool:
+    """Whether a node only moves dims of size 1, as einsum does."""
+    op = read(node)
+    order = permutation(op) if op is not None else None
+    if op is None or order is None:
+        return False
+    sizes = value(op.input).shape
+    wide = [dim for dim in order if not (isinstance(sizes[dim], int) and sizes[dim] == 1)]
+    return wide == sorted(wide)
 
 
 def _beside(node: fx.Node) -> list[fx.Node]:

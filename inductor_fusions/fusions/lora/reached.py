@@ -11,7 +11,7 @@ from ..._inductor import remembered
 from ...block_mm import guards
 from ...graph.additions import added_matrix, additions_behind, has_size_of, is_sum, summands
 from ...graph.products import CASTS, DIV, MUL, RESHAPES, is_floating, product, scaled
-from ...operands import tensor
+from ...operands import tensor, value
 from ...reasons import Reason, Said
 from .adapters import adapter_of, step, times_tensor, weighted
 from .columns import parts_of
@@ -69,11 +69,13 @@ def alone(up: fx.Node) -> Said:
         if user.op == "output":
             return Reason.NO_BASE("this graph returns the result of the two products as it is")
         by = _other_factor(user, node)
-        if by is not None and times_tensor(user) is None:
+        if by is not None and times_tensor(user) is None and weighted(user) is None:
             if mask_in(by) is not None:
                 return Reason.BEHIND_ADAPTER(
                     "a mask is applied to the result of the adapter, or to its gradient"
                 )
+            if not isinstance(value(user).shape[-1], int):
+                return Reason.SYMBOLIC("the number of columns that the adapter adds to is symbolic")
             how = "divided" if user.target in DIV else "multiplied"
             if not additions_behind([user]):
                 return Reason.NO_BASE(

@@ -21,7 +21,7 @@ from ...operands import holds, value
 from ...reasons import Reason
 from .adapters import Adapter, Step, adapter_of, step, weighted
 from .columns import parts_of
-from .reached import NO_PRODUCT, alone, leads_to_adapter, leads_to_products
+from .reached import NO_PRODUCT, alone, is_added_to_product, leads_to_adapter, leads_to_products
 
 aten = torch.ops.aten
 
@@ -108,9 +108,11 @@ def linears(products: Sequence[Product]) -> list[Linear]:
     for a in adapters:
         node = a.up.node
         # Two products with a function between them are an adapter only where something is added. So are those
-        # with few columns: in a backward they are gradients of A and B.
-        plain = a.middle is None and not known_true(value(node).shape[1] < value(a.up.a).shape[1])
-        if node not in inside and (plain or additions_behind([node])):
+        # with no more columns than ranks: in a backward they are gradients of A and B.
+        plain = a.middle is None and not known_true(value(node).shape[1] <= value(a.up.a).shape[1])
+        # Several may read it: the gradient of a factor does as well.
+        added = bool(additions_behind([node])) or any(map(is_added_to_product, node.users))
+        if node not in inside and (plain or added):
             found.append(Linear(node, problem=problems.get(node) or alone(node)))
     return sorted(found, key=lambda linear: linear.root)
 

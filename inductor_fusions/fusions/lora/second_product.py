@@ -12,7 +12,7 @@ from ...graph.builder import Builder
 from ...graph.dims import selection
 from ...graph.search import reached
 from ...graph.torch_ops import CASTS, linear_of, read
-from ...operands import requires_grad, same_shape, tensor
+from ...operands import requires_grad, same_shape, tensor, value
 from .adapters import is_low_rank
 from .op import LORA_DOWN
 
@@ -49,10 +49,12 @@ def _has_down(node: Any, rank: int) -> bool:
         ]
 
     for each in reached([node], before, MOST_STEPS):
+        # The input's own size may be a symbol, also where the weight has made it known.
         source = linear_of(each)
-        x = tensor(source[0] if source is not None else each.args[0] if each.target is LORA_DOWN else None)
-        if x is not None:
-            return is_low_rank(rank, x.shape[-1])
+        if source is not None:
+            return is_low_rank(rank, value(source[1]).shape[1 if source[2] else 0])
+        if each.target is LORA_DOWN:
+            return is_low_rank(rank, value(each.args[1]).shape[1])
     return False
 
 

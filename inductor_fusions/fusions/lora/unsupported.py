@@ -19,6 +19,7 @@ from ...graph.products import (
     batched_linear,
     identity,
     is_pointwise,
+    multiplied,
     product,
     repeated_matrix,
     through,
@@ -57,6 +58,9 @@ BATCH = Reason.LIMIT(
 )
 PART = Reason.LAYOUT(
     "what B reads is a part of wider rows, so torch makes a batch of products with the one B of it"
+)
+TURNED = Reason.LAYOUT(
+    "A and B multiply the input from the left, so torch makes a batch of products with each of them"
 )
 ROTATED = Reason.LIMIT(
     "blocks of the columns of the linear's input are multiplied by a matrix each (OFT), a batch of products, "
@@ -115,7 +119,8 @@ def _of_up(up: fx.Node) -> str:
         elif isinstance(first, fx.Node) and first.target in _BATCHES:
             inner = value(_batch_operands(first)[0]).shape[2]
         if is_low_rank(rank, inner, columns):
-            said = BATCH if repeated_matrix(_batch_operands(up)[1]) is None else PART
+            left, right = map(repeated_matrix, _batch_operands(up))
+            said = BATCH if left is right is None else PART if left is None else TURNED
             return said if _is_added(up, (*_TURNED, *RESHAPES, *_SUMS), first, x=x) else ""
         return MERGED if _is_merged(_batch_operands(up)[1]) else ROTATED if _rotates(up) else ""
     if up.target is aten._fft_c2r.default:
@@ -161,7 +166,7 @@ def _narrow(up: fx.Node) -> tuple[Any, tuple[Any, Any, Any]]:
     It is the left one, unless only the right one is a product: the samples may be columns.
     """
     left, right = _batch_operands(up)
-    first, second = turned(core_of(left)), turned(core_of(right))
+    first, second = unweighted(left), unweighted(right)
     count, rows, columns = value(up).shape
     is_right = product(first) is None and getattr(first, "target", None) not in _BATCHES
     is_right = is_right and isinstance(second, fx.Node) and second.target in _BATCHES
@@ -235,8 +240,8 @@ def _adds_product(node: fx.Node) -> bool:
 
 
 def terms_of(node: fx.Node) -> list[Any]:
-    """What an addition adds, behind casts, views and numeric factors."""
-    return [turned(core_of(term)) for term, _ in summands(node)]
+    """What an addition adds, behind casts, views and factors."""
+    return [unweighted(term) for term, _ in summands(node)]
 
 
 def _is_base(term: Any, own: Sequence[fx.Node], size: Any, x: Any) -> bool:
@@ -292,6 +297,16 @@ def turned(node: Any) -> Any:
     while isinstance(node, fx.Node) and (node.target in _TURNED or node.target in RESHAPES):
         node = node.args[0]
     return node
+
+
+def unweighted(node: Any) -> Any:
+    """The node that a node casts, views, permutes, and multiplies by numbers or broadcast tensors."""
+    found = turned(core_of(node))
+    for x, by in multiplied(found) if isinstance(found, fx.Node) else ():
+        factor, whole = tensor(by), tensor(x)  # None of a number that is an input
+        if factor is not None and whole is not None and known_true(factor.numel() < whole.numel()):
+            return unweighted(x)
+    return found
 
 
 def _sums_of(bases: Sequence[fx.Node]) -> list[fx.Node]:

@@ -1,4 +1,4 @@
-"""Reports adapters that the kernels do not take: of a high rank, of blocks of columns."""
+"""Reports adapters that the kernels do not take: of a high or symbolic rank, of blocks of columns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from ..._inductor import known_true
+from ..._inductor import hint, known_true
 from ...block_mm import guards
 from ...fusion import Candidate, LeftToStock, Reported
 from ...graph.additions import added_matrix, additions_behind
@@ -15,7 +15,7 @@ from ...graph.products import Product, identity, product
 from ...graph.search import computed_of
 from ...operands import value
 from ...reasons import Reason
-from .adapters import MOST_RANK, source
+from .adapters import MOST_RANK, is_low_rank, source
 from .unsupported import core_of, terms_of, turned
 
 BLOCKS = Reason.SHAPES(
@@ -34,15 +34,22 @@ def candidates(products: Sequence[Product]) -> Iterator[Candidate]:
 
 
 def _wide(up: Product) -> Iterator[Candidate]:
-    """An adapter whose rank is above that of the kernels, and which is added to a linear on its input."""
+    """An adapter whose rank is above that of the kernels, or unknown, added to a linear on its input."""
     down = product(core_of(up.a))
-    sizes = () if down is None else (down.inner, value(up.node).shape[1])
-    if down is None or not _is_wide(up.inner, *sizes):
+    if down is None:
+        return
+    rank = value(up.a).shape[1]
+    if _is_wide(rank, down.inner, value(up.node).shape[1]):
+        said = Reason.LIMIT(f"the adapter has rank {rank}, and the kernels support {MOST_RANK}")
+    elif not isinstance(rank, int) and is_low_rank(
+        *map(hint, (rank, value(down.a).shape[1], value(up.node).shape[1]))
+    ):
+        said = Reason.SYMBOLIC("the rank of the adapter is symbolic")
+    else:
         return
     key, sums = identity(source(down.a).base), additions_behind([up.node])
     others = (found for found in _products_in(sums[-1] if sums else None) if found.node is not up.node)
     if any(identity(source(found.a).base) == key for found in others):
-        said = Reason.LIMIT(f"the adapter has rank {up.inner}, and the kernels support {MOST_RANK}")
         yield Reported(sums[-1], LeftToStock(said), {"adapter": guards.text(up.node)})
 
 

@@ -128,8 +128,10 @@ def measured(out: torch.Tensor, operands: list[Any]) -> str:
     rows, columns = u.numel() // u.shape[-1], out.shape[-1]
     if not all(isinstance(size, int) for size in (rows, columns, u.shape[-1], v.shape[-1])):
         raise Reason.SYMBOLIC.left_to_stock("the number of rows is symbolic")
+    # An input takes no gradient where none is taken of the result.
+    trains = out.requires_grad and any(t.requires_grad for t in operands)
     wanted = {
-        "dtype": tables.dtype_name(out.dtype), "train": any(t.requires_grad for t in operands),
+        "dtype": tables.dtype_name(out.dtype), "train": trains,
         "p": u.shape[-1], "q": v.shape[-1], "columns": columns, "rows": rows,
     }  # fmt: skip
     return f", {profitable(decide(Query('outer_product_linear', wanted), out.device)).note}"

@@ -136,9 +136,6 @@ def refused(problem: Problem) -> str:
 
 def _refused_mask(problem: Problem) -> str:
     mask = torch_ops.tensor(problem.attn_mask)
-    for given in (*(operand.value for _, operand in problem.terms), *(() if mask is None else (mask,))):
-        if given.requires_grad:
-            return "a mask that requires a gradient"
     if problem.attn_mask is None:
         return ""
     if mask is None or mask.dim() > 4 or mask.device != problem.q.value.device:

@@ -84,6 +84,13 @@ def state_of_a_decoder_and_the_sum_of_weights(state: Any, memory: Any, seen: Any
     return context, (seen + weights).tanh()
 
 
+@form(*QKV, fused=0, reasons=("also used by .mT",))
+def inverse_of_the_weights(q: Any, k: Any, v: Any) -> Any:
+    """Nystrom attention: the first step of an iterative inverse."""
+    weights = scored(q, k).softmax(-1)
+    return weights @ (weights.mT / weights.abs().sum(-2).amax() @ v)
+
+
 @form((2, 9, 16), (2, 9, 16), (16, 2), fused=0, reasons=("weights are taken apart",))
 def selective_kernel(x: Any, y: Any, w: Any) -> Any:
     """SKNet: two weights of one softmax, not those of two softmaxes."""

@@ -39,7 +39,10 @@ def one_by_one(parts: Sequence[fx.Node]) -> Rejected | None:
 
 def read_by_other(user: fx.Node) -> str:
     """What reads weights beside the attention, as the end of a sentence."""
-    return "returned" if user.op == "output" else f"also used by {user.name}"
+    if user.op == "output":
+        return "returned"
+    op = read(user)
+    return f"also used by {op.said if op is not None and op.name == 'getattr' else user.name}"
 
 
 def _is_multiplied(user: fx.Node) -> bool:

@@ -167,13 +167,13 @@ def passes_only(traces_on_cpu: Callable[[fx.GraphModule], bool] = lambda graph: 
         stock: Any = importlib.import_module("torch._inductor.compile_fx")
         functorch: Any = importlib.import_module("functorch.compile")
         runs = GraphModule(graph, copy.deepcopy(graph.graph))
+        stock.view_to_reshape(graph)  # some results have other strides on a GPU than on the CPU
         if is_on_cpu:
             graph, _ = on_cuda(graph, example_inputs)
         mode = fake_mode_of(graph.graph)
         with contextlib.ExitStack() as stack:
             if mode is not None:
                 stack.enter_context(V.set_fake_mode(mode))
-            stock.view_to_reshape(graph)
             stock._recursive_post_grad_passes(graph, is_inference=bool(options.get("is_inference")))
 
         def run(*args: Any) -> Any:  # torch (2.13) runs no aten operation on a subclass in the first call

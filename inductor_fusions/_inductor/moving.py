@@ -162,6 +162,9 @@ def _on_cpu(value: Any) -> Any:
         elif isinstance(value, FakeTensor):
             with value.fake_mode:
                 made = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cpu")
+                # An input of the graph may be a part of a tensor: its offset may be a symbol that is known.
+                whole, offset = made.untyped_storage(), value.storage_offset()
+                made = made.new_empty(0).set_(whole, offset, value.size(), value.stride())
         else:
             return value
     context = TracingContext.try_get()

@@ -72,6 +72,13 @@ def columns_of_heads(x: Any, w: Any) -> Any:
     return F.silu(h[..., :16]) * h[..., 16:]
 
 
+@form(*PACKED, left=(1, 1), reasons=("some rows", "some rows"))
+def first_row_times_all(x: Any, w: Any) -> Any:
+    """As the scores of a class token: a row of the gate multiplies each row of the other part."""
+    q, k = F.linear(x, w).chunk(2, dim=-1)
+    return q[:, :1] * k
+
+
 @form(*PACKED, left=(1, 1), reasons=("is returned", "is returned"))
 def returned_gate(x: Any, w: Any) -> Any:
     gate, up = F.linear(x, w).chunk(2, dim=-1)

@@ -57,6 +57,15 @@ forms(*HEAD, of=of_logits, reasons=TWO)(
 )
 
 
+@form(*HEAD, reasons=("functions of the same logits",) * 2)
+def with_a_margin(h: Any, w: Any, y: Any) -> Any:
+    """ArcFace: the label's logit is replaced by another function of it, in a sum."""
+    cosines = F.linear(F.normalize(h, dim=-1), F.normalize(w, dim=-1)).flatten(0, 1)
+    chosen = F.one_hot(y.flatten(), 80).to(cosines.dtype)
+    turned = cosines * 0.9 - torch.sqrt((1 - cosines.square()).clamp(min=1e-6)) * 0.4
+    return F.cross_entropy((chosen * turned + (1 - chosen) * cosines) * 16, y.flatten())
+
+
 @form(*HEAD, (80,))
 def classes_in_the_middle(h: Any, w: Any, y: Any, c: Any) -> Any:
     logits = torch.narrow(F.linear(h, w, c).view(24, 80), 1, 8, 72)

@@ -256,3 +256,22 @@ def distance_scores(x: Any, y: Any) -> Any:
     """Negative squared distances of points, written out."""
     d = x.square().sum(-1, keepdim=True) - 2 * x @ y.mT + y.square().sum(-1)[:, None, :]
     return torch.softmax(-d / 8, dim=-1) @ y
+
+
+@form((2, 4, 9, 8), (2, 4, 3, 8), (2, 4, 9, 8), (2, 4, 12, 8), fused=0, reasons=("other than the keys",))
+def words_and_entities(q: Any, e: Any, to_entities: Any, v: Any) -> Any:
+    """LUKE: words have other queries for entities than for words."""
+    k, of_entities = v[:, :, :9], v[:, :, 9:]
+    words = torch.cat([q @ k.mT, to_entities @ of_entities.mT], dim=3)
+    entities = torch.cat([e @ k.mT, e @ of_entities.mT], dim=3)
+    return (torch.cat([words, entities], dim=2) * 8**-0.5).softmax(-1) @ v
+
+
+@form((2, 4, 3, 4, 8), (2, 4, 3, 4, 8), (2, 4, 2, 8), fused=0, reasons=("more than one tensor",))
+def blocks_and_global_tokens(q: Any, k: Any, tokens: Any) -> Any:
+    """Each block sees itself and the first and the last token, and is no feature that others multiply."""
+    own = torch.einsum("bhnqd,bhnkd->bhnqk", q, k) * 8**-0.5
+    first = torch.einsum("bhnqd,bhtd->bhnqt", q, tokens[:, :, :1]) * 8**-0.5
+    last = torch.einsum("bhnqd,bhtd->bhnqt", q, tokens[:, :, 1:]) * 8**-0.5
+    weights = torch.cat([first, own, last], dim=-1).softmax(-1)
+    return torch.einsum("bhnqk,bhnkd->bhnqd", weights[..., 1:-1], k)

@@ -76,6 +76,21 @@ def state_of_a_decoder_and_its_weights(state: Any, memory: Any, w: Any) -> Any:
     return torch.bmm(weights.unsqueeze(1), memory).squeeze(1), weights
 
 
+@form((2, 16), (2, 9, 16), (2, 9), (8, 16), fused=0, reasons=("also used by add",))
+def state_of_a_decoder_and_the_sum_of_weights(state: Any, memory: Any, seen: Any, w: Any) -> Any:
+    """Tacotron adds up the weights of all steps."""
+    weights = (torch.tanh(memory @ w.mT) @ (w @ state[0])).softmax(1)
+    context = torch.bmm(weights.unsqueeze(1), memory).squeeze(1)
+    return context, (seen + weights).tanh()
+
+
+@form(*QKV, fused=0, reasons=("also used by .mT",))
+def inverse_of_the_weights(q: Any, k: Any, v: Any) -> Any:
+    """Nystrom attention: the first step of an iterative inverse."""
+    weights = scored(q, k).softmax(-1)
+    return weights @ (weights.mT / weights.abs().sum(-2).amax() @ v)
+
+
 @form((2, 9, 16), (2, 9, 16), (16, 2), fused=0, reasons=("weights are taken apart",))
 def selective_kernel(x: Any, y: Any, w: Any) -> Any:
     """SKNet: two weights of one softmax, not those of two softmaxes."""

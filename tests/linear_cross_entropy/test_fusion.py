@@ -141,18 +141,19 @@ def test_operands_of_different_dtypes() -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "sum over their number"])
 def test_all_labels_are_ignored(reduction: str) -> None:
     """A mean over nothing is NaN, and its gradients are 0, as in stock."""
 
     def fn(logits: Any, labels: Any) -> Any:
-        return F.cross_entropy(logits.view(-1, V), labels.view(-1), reduction=reduction)
+        loss = F.cross_entropy(logits.view(-1, V), labels.view(-1), reduction=reduction.partition(" ")[0])
+        return loss / (labels != -100).sum() if "number" in reduction else loss
 
     h, labels = operands()
     head = Head(fn)
     seen = testing.capture(head, h, labels.fill_(-100), train=True, backend=testing.EAGER_AFTER_PASSES)
     assert len(seen.fused) == 1 and all(not g.any() for g in seen.grads.values() if g is not None)
-    assert seen.outputs.isnan() if reduction == "mean" else seen.outputs == 0
+    assert seen.outputs == 0 if reduction == "sum" else seen.outputs.isnan()
 
 
 @pytest.mark.parametrize("lowest", [float("-inf"), torch.finfo(torch.float32).min], ids=["inf", "min"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
@@ -206,3 +207,31 @@ def test_an_error_of_the_function():
 
     with pytest.raises(KeyError, match="its own"):
         explain(fails, *tensors(8, 16), gpu="nvidia_h200")
+
+
+def test_a_convolution_of_rows():
+    """Its result has other strides on the CPU, where autograd is traced: a view there is a copy on a GPU."""
+
+    def reduced(x, kernel, w):
+        y = F.conv2d(x.mT.unflatten(-1, (8, 8)), kernel)
+        rows = F.linear(y.flatten(2).mT, w)
+        return attention(rows, rows, rows)
+
+    inputs = (*tensors(2, 64, 16), *tensors(16, 16, 1, 1), *tensors(32, 16))
+    with config.patch(policy="always"):
+        found = explain(reduced, *inputs, train=True, gpu="nvidia_h200")
+    assert [site.verdict for site in found if site.fusion == "attention"] == ["fused"]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_part_behind_a_graph_break(dynamic):
+    """A graph takes a part of a tensor that does not start where the tensor does."""
+
+    def broken(x):
+        part = (x * 2)[1:]
+        torch._dynamo.graph_break()
+        return attention(part, part, part)
+
+    with config.patch(policy="always"):
+        found = explain(broken, *tensors(4, 16, 64), train=True, dynamic=dynamic, gpu="nvidia_h200")
+    assert [site.verdict for site in found if site.fusion == "attention"] == ["fused"]

@@ -108,6 +108,8 @@ def has_product(node: fx.Node, scores: torch.Tensor) -> bool:
             continue
         if op is not None and op.name in _ENDS:
             continue
+        if op is not None and value is not None and _is_of_size(value, scores) and _joins_products(op):
+            return True
         taken = op is not None and (op.name in _TAKEN or _merges_rows(op))
         whole = tensor(op.input) if op is not None and taken else None
         sizes |= set() if whole is None else _sizes(whole)
@@ -115,6 +117,17 @@ def has_product(node: fx.Node, scores: torch.Tensor) -> bool:
         seen.update(found)
         frontier += found
     return False
+
+
+def _is_of_size(value: torch.Tensor, scores: torch.Tensor) -> bool:
+    return [*map(hint, value.shape)] == [*map(hint, scores.shape)]
+
+
+def _joins_products(op: Op) -> bool:
+    """Whether an operation joins products of queries and keys, such as those of words and entities (LUKE)."""
+    parts = op["tensors"] if op.name == "cat" else ()
+    values = {part: tensor(part) for part in parts} if isinstance(parts, (list, tuple)) else {}
+    return any(value is not None and has_product(part, value) for part, value in values.items())
 
 
 def _merges_rows(op: Op) -> bool:

@@ -9,7 +9,7 @@ from torch import fx
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.dims import selection
-from ...graph.torch_ops import CASTS, PRODUCTS, VIEWS, read
+from ...graph.torch_ops import CASTS, PRODUCTS, TRANSPOSES, VIEWS, read
 from ...reasons import Reason
 
 _ONE_BY_ONE = Reason.NO_PRODUCT(
@@ -25,7 +25,8 @@ def several(users: Sequence[fx.Node]) -> Rejected:
     if are_parts and (found := one_by_one(users)):
         return found
     others = [user for user in users if (op := read(user)) is None or op.name not in PRODUCTS]
-    other = next((user for user in others if user.op == "output"), others[0])
+    returned = [user for user in others if user.op == "output"]
+    other = next(iter([*returned, *(user for user in others if not _is_multiplied(user)), *others]))
     returns = any(map(_is_returned, users))
     hint = "do not request the weights: output_attentions=False, need_weights=False" if returns else ""
     return Reason.WEIGHTS.rejected(f"the attention weights are {read_by_other(other)}", hint)
@@ -38,7 +39,19 @@ def one_by_one(parts: Sequence[fx.Node]) -> Rejected | None:
 
 def read_by_other(user: fx.Node) -> str:
     """What reads weights beside the attention, as the end of a sentence."""
-    return "returned" if user.op == "output" else f"also used by {user.name}"
+    if user.op == "output":
+        return "returned"
+    op = read(user)
+    return f"also used by {op.said if op is not None and op.name == 'getattr' else user.name}"
+
+
+def _is_multiplied(user: fx.Node) -> bool:
+    """Whether a node is a view of the weights that products alone read, as those with values do."""
+    op = read(user)
+    if op is None or op.name not in VIEWS | TRANSPOSES:
+        return False
+    read_by = [read(each) for each in readers(user)]
+    return bool(read_by) and all(each is not None and each.name in PRODUCTS for each in read_by)
 
 
 def _multiplies(part: fx.Node) -> bool:

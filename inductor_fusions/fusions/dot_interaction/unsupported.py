@@ -265,7 +265,8 @@ def _of_loop(parts: Any) -> str:
         summed = op is not None and op.name == "sum" and is_over_last(op)
         by = read(op.input) if op is not None and summed else op
         sides = [] if by is None or by.name != "mul" else [by.input, by["other"]]
-        if len({str(held.shape) for side in sides if (held := tensor(side)) is not None}) != 1:
+        held = [tensor(side) for side in sides]
+        if not held or None in held or len({str(each.shape) for each in held if each is not None}) != 1:
             return ""
         linears = [made for side in sides if (made := read(side)) is not None and made.name in PRODUCTS]
         own = {linears[0].input if linears and side is linears[0].node else side for side in sides}

@@ -300,7 +300,8 @@ def _why(sides: list[fx.Node], functions: list[str], mixed: bool) -> Said:
         )
     if not in_rows:
         return Reason.LAYOUT(
-            "gate and up are parts of one linear whose columns are not evenly spaced, such as parts of heads"
+            "gate and up are parts of one linear, but not all of its rows with evenly spaced columns: some "
+            "rows, parts of heads, or heads in a dim of their own"
         )
     if mixed:
         between = ", ".join(sorted({name for each in functions for name in each.split(", ") if name}))

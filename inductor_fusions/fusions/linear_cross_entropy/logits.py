@@ -19,6 +19,7 @@ from ..._inductor import known_true
 from ...fusion import Rejected
 from ...graph.dims import permuted_by, selection
 from ...graph.einsum import equation_of
+from ...graph.search import reached
 from ...graph.torch_ops import CASTS, COPIES, Op, linear_of, read, scaled_by, value
 from ...operands import holds, same_shape, tensor
 from ...reasons import Reason
@@ -26,6 +27,8 @@ from .parts import Head, classes_of, moves_classes, one_head, rows_of
 
 #: A larger number that is added to logits rounds their digits away, which a softmax sees.
 LARGEST_SHIFT = 1e4
+#: Nodes that are looked at in search of the linears in a term of a sum, at most.
+MOST_ABOVE = 32
 _BIAS_OF_CAST = (
     "a bias is added to cast logits, or one of another dtype, and a linear would round the sum",
     "add a bias of the linear's dtype to its result, and cast behind it",
@@ -255,11 +258,24 @@ def _biased(op: Op) -> tuple[fx.Node, fx.Node]:
             return source, vector
     out_shape = value(op.node).shape
     if all((term := tensor(x)) is not None and same_shape(term.shape, out_shape) for x in (first, second)):
+        if _linears_in(first) & _linears_in(second):
+            raise Reason.LOSS.rejected(
+                f"{op.node.name} adds functions of the same logits, as where the label's has a margin"
+            )
         raise Reason.LOSS.rejected(
             f"{op.node.name} adds a matrix to the logits, as an adapter of the head does",
             "leave the head out of the adapters, or merge its adapter",
         )
     raise _no_linear(op.node)
+
+
+def _linears_in(term: Any) -> set[fx.Node]:
+    """The nearest linears that a term of a sum is computed of."""
+
+    def above(node: fx.Node) -> list[fx.Node]:
+        return [] if product_of(node) is not None else node.all_input_nodes
+
+    return {node for node in reached([term], above, MOST_ABOVE) if product_of(node) is not None}
 
 
 def _no_linear(node: fx.Node) -> Rejected:

@@ -165,10 +165,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, d: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
     found = [
-        d * gradient if needed and gradient is not None else None
+        _times(d, gradient) if needed and gradient is not None else None
         for gradient, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[:3], strict=True)
     ]
     return (*found, *(None,) * 9)
+
+
+def _times(d: Tensor, gradient: Tensor) -> Tensor:
+    """The product, with the zeros of rows that are left out: `d` is inf where a sum is divided by none."""
+    return torch.where(gradient == 0, gradient, d * gradient)
 
 
 def _setup_rows(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

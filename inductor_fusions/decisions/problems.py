@@ -196,10 +196,6 @@ def _untuned(row: Row) -> float:
     return 0.02 if row["tokens"] > FEW_ROWS else 0.0
 
 
-def _untuned_doubt(row: Row) -> float:
-    return 0.04 if row["tokens"] > FEW_ROWS else 0.0
-
-
 def _block_fills(row: Row, kernel: str, processors: int) -> float:
     if row["tokens"] <= FEW_ROWS:
         return 0.0
@@ -241,10 +237,20 @@ def _narrow_sizes(row: Row) -> tuple[float, ...]:
     return row["width"], _padded(row["ranks"]) / count, count, row["tokens"]
 
 
+def _linear_sizes(row: Row) -> tuple[float, ...]:
+    return row["inner"], row["outer"], _padded([row["rank"]]), row["tokens"]
+
+
 def _dropout_same(row: Row) -> tuple[Hashable, ...]:
     return half(row["dtype"]), half(row["adapters"]), row["masks"], row.get("tf32", False)
 
 
+def _merged_same(row: Row) -> tuple[Hashable, ...]:
+    return half(row["dtype"]), row["base"], row["train"], row.get("tf32", False)
+
+
+#: The columns of one linear with one adapter.
+_LINEAR = dict(inner=is_size, outer=is_size, rank=is_size, dtype=is_dtype, tokens=is_size)
 _TF32: Mapping[str, tuple[Check, Any]] = {"tf32": (is_flag, False)}
 _MASKS: Mapping[str, tuple[Check, Any]] = {"masks": (is_count, 0)}
 _GAIN: Mapping[str, Check] = {"gain": is_gain}
@@ -291,7 +297,7 @@ SECTIONS: Mapping[str, Section] = {
                 layout=list_of(lambda v: v in ("nn", "nt", "tn", "tt")), dtype=is_dtype, tokens=is_size,
             ),
             _block_same, _block_sizes, (1.0, 0.7, 0.7, 2.0, 2.0, 0.5, 1.0, 0.7), reach=4.0,
-            agree=are_grouped, untuned=_untuned, doubt=_untuned_doubt, fills=_block_fills,
+            agree=are_grouped, untuned=_untuned, doubt=lambda row: 2 * _untuned(row), fills=_block_fills,
             may={"activation": (is_text, ""), "groups": (list_of(is_count), [])},
             measured={"gain": is_gain, "config": maybe(BLOCK_MM), "capability": list_of(is_count)},
             needed=("gain", "config"),
@@ -318,22 +324,12 @@ SECTIONS: Mapping[str, Section] = {
         ),
         Section(
             "lora_dropout",
-            dict(
-                inner=is_size, outer=is_size, rank=is_size, dtype=is_dtype, adapters=is_dtype,
-                masks=is_count, tokens=is_size,
-            ),
-            _dropout_same,
-            lambda row: (row["inner"], row["outer"], _padded([row["rank"]]), row["tokens"]),
+            {**_LINEAR, "adapters": is_dtype, "masks": is_count}, _dropout_same, _linear_sizes,
             (1.0,) * 4, process=_DROPOUT, may=_TF32, measured=_GAIN, needed=("gain",),
         ),
         Section(
             "lora_merged",
-            dict(
-                inner=is_size, outer=is_size, rank=is_size, base=is_flag, train=is_flag, dtype=is_dtype,
-                tokens=is_size,
-            ),
-            lambda row: (half(row["dtype"]), row["base"], row["train"], row.get("tf32", False)),
-            lambda row: (row["inner"], row["outer"], _padded([row["rank"]]), row["tokens"]),
+            {**_LINEAR, "base": is_flag, "train": is_flag}, _merged_same, _linear_sizes,
             # Narrow ones take the time of their launches: wide ones say nothing of them.
             (1.0,) * 4, reach=1.9, process=_DROPOUT, may=_TF32, measured=_GAIN, needed=("gain",),
         ),

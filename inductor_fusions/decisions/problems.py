@@ -330,8 +330,7 @@ SECTIONS: Mapping[str, Section] = {
         Section(
             "lora_merged",
             {**_LINEAR, "base": is_flag, "train": is_flag}, _merged_same, _linear_sizes,
-            # Narrow ones take the time of their launches: wide ones say nothing of them.
-            (1.0,) * 4, reach=1.9, process=_DROPOUT, may=_TF32, measured=_GAIN, needed=("gain",),
+            (1.0,) * 4, reach=4.0, process=_DROPOUT, may=_TF32, measured=_GAIN, needed=("gain",),
         ),
         Section(
             "narrow_mm",

@@ -6,6 +6,7 @@ import functools
 import logging
 import sys
 import threading
+import uuid
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +45,7 @@ def enable() -> None:
         if not config.enabled or _waiting:
             return
         _waiting = True
-    _inductor.put_around_compiles(_around, _starts, _keyed)
+    _inductor.put_around_compiles(_around, _starts, _keyed, _settings)
     _inductor.when_inductor_loads(_install)
 
 
@@ -93,6 +94,19 @@ def _keyed(key: str) -> None:
     from .driver import recovery
 
     recovery.keyed(key)
+
+
+def _settings() -> str:
+    """What our passes add to the key of a function that Dynamo stores: what the keys of graphs have of them.
+
+    Where graphs bypass caches, it is a key that nothing is found under.
+    """
+    if not enabled():
+        return ""
+    from .driver.passes import FusionPass
+
+    passes = (FusionPass(stage, functools.partial(_fusions_of, stage)) for stage in _inductor.HOOKS)
+    return "".join(str(each.uuid() or uuid.uuid4()) for each in passes)
 
 
 def _install() -> None:

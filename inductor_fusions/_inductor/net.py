@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import shutil
 import sys
@@ -26,13 +27,20 @@ _OURS = "_inductor_fusions_original"
 Around = Callable[..., Any]
 
 
-def put_around_compiles(around: Around, starts: Callable[[Any], None], keyed: Callable[[str], None]) -> None:
+def put_around_compiles(
+    around: Around,
+    starts: Callable[[Any], None],
+    keyed: Callable[[str], None],
+    settings: Callable[[], str],
+) -> None:
     """Let every `compile_fx` go through `around`, as soon as Inductor is imported.
 
     Args:
         around: is called as `around(compile, model, inputs, *args, **kwargs)` in place of `compile`.
         starts: is told of a graph before Inductor's first pass over it.
         keyed: is told of each key under which AOTAutograd's cache looks for a graph.
+        settings: what compiled code depends on because of us, or "". It joins the keys under which Dynamo
+            stores whole functions (`caching_precompile`), which tell functions by their names and lines.
     """
 
     def compile_fx(original: Any) -> Any:
@@ -57,25 +65,44 @@ def put_around_compiles(around: Around, starts: Callable[[Any], None], keyed: Ca
 
         return call
 
+    def source_id_from_fn(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found, ours = original(*args, **kwargs), settings()
+            return hashlib.sha256(f"{found}{ours}".encode()).hexdigest() if ours else found
+
+        return call
+
     def install() -> None:
         _replace(_MODULE, "compile_fx", compile_fx)
         _replace(_MODULE, "run_pre_grad_passes", run_pre_grad_passes)
         when_loaded(_CACHE, lambda: _replace(_CACHE, "autograd_cache_key", autograd_cache_key))
 
     when_loaded(_MODULE, install)
+    when_loaded(_PACKAGE, lambda: _replace(_PACKAGE, "source_id_from_fn", source_id_from_fn))
 
 
 _CACHE = "torch._functorch._aot_autograd.autograd_cache"
+_PACKAGE = "torch._dynamo.package"
+
+
+def _owner(module: str) -> Any:
+    """What has the functions that are replaced: a module, or the class of a static method."""
+    found = sys.modules.get(module)
+    return getattr(found, "CompilePackage", None) if module == _PACKAGE else found
 
 
 def _replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
-    owner = sys.modules[module]
+    owner = _owner(module)
     original = getattr(owner, name, None)
     if original is None or hasattr(original, _OURS):
         return
     made = functools.wraps(original)(make(original))
     setattr(made, _OURS, original)
-    setattr(owner, name, made)
+    _put(owner, name, made)
+
+
+def _put(owner: Any, name: str, function: Any) -> None:
+    setattr(owner, name, staticmethod(function) if isinstance(owner, type) else function)
 
 
 def take_from_compiles() -> None:
@@ -83,12 +110,13 @@ def take_from_compiles() -> None:
     for module, names in (
         (_MODULE, ("compile_fx", "run_pre_grad_passes")),
         (_CACHE, ("autograd_cache_key",)),
+        (_PACKAGE, ("source_id_from_fn",)),
     ):
-        owner = sys.modules.get(module)
+        owner = _owner(module)
         for name in names:
             original = getattr(getattr(owner, name, None), _OURS, None)
             if original is not None:
-                setattr(owner, name, original)
+                _put(owner, name, original)
 
 
 def with_inner_compile(

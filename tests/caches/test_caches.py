@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import inductor_fusions
+from inductor_fusions import config
 from tests.caches.machine import PACKAGE, Machine
 
 
@@ -58,6 +60,29 @@ def test_one_toggle_changed(machine: Machine) -> None:
     assert machine.run(**ON)["misses"]
     changed = machine.run(**ON, INDUCTOR_FUSIONS_EMPTY_ROWS="ignore")
     assert changed["misses"] and not changed["hits"]
+
+
+def test_functions_that_dynamo_stores() -> None:
+    """With `caching_precompile` their keys have their names and lines alone; ours says the settings too."""
+    from torch._dynamo import package
+
+    def key() -> str:
+        return package.CompilePackage.source_id_from_fn(key)
+
+    first = key()
+    with config.patch(attention=False):
+        changed = key()
+    with config.patch(enabled=False):
+        off = key()
+    assert first == key() and len({first, changed, off}) == 3
+    with config.patch(max="1"):  # caches are bypassed
+        assert key() != key()
+    inductor_fusions.disable()
+    try:
+        assert key() == off
+    finally:
+        inductor_fusions.enable()
+    assert first == key()
 
 
 def test_one_source_file_changed(machine: Machine) -> None:

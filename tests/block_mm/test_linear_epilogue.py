@@ -185,7 +185,7 @@ NOT_STORED: dict[str, tuple[Callable[..., Any], str]] = {
         lambda x, h, w, y: x + F.silu(h) * torch.sigmoid(F.silu(h).mean(0) @ w),
         "mean and mul",
     ),
-    "cat": (lambda x, h, w, y: torch.cat((F.relu(h), x), 1) @ torch.cat((w, w)), "cat"),
+    "cat": (lambda x, h, w, y: torch.cat((F.relu(h), x), 1) @ torch.cat((w, w)), "cat or stack"),
     "norm": (lambda x, h, w, y: F.layer_norm(F.gelu(h + x), (64,)) @ w, "sub and var_mean"),
     "broadcast": (lambda x, h, w, y: F.relu(h)[:, None] * y[:4, None], "mul"),
 }

@@ -88,10 +88,22 @@ def test_frozen() -> None:
         check(FORMS["loralib"], policy="profitable", train=False, fused=0, reason="merges them once")
 
 
-def test_only_the_input_is_trained() -> None:
-    x, w, *more = operands()
-    frozen = (x, w, *(each.detach() for each in more))
-    check(FORMS["loralib"], frozen, policy="profitable", fused=0, reason="not trained")
+@pytest.mark.parametrize("frozen", [(2,), (3,), (2, 3)], ids=["a", "b", "both"])
+def test_the_adapter_changes_before_the_backward(frozen: tuple[int, ...]) -> None:
+    """Eager mode keeps no factor whose other one is frozen, so its change must not be seen: it is left."""
+    given = [x.detach().requires_grad_(place not in (1, *frozen)) for place, x in enumerate(operands())]
+    check(FORMS["loralib"], given, fused=0, reason="A and B are trained")
+    x, w, a, b, _ = given
+    torch._dynamo.reset()
+    with config.patch(policy="always", strict=True):
+        y = torch.compile(FORMS["loralib"])(*given)
+    wanted = (w + 0.5 * (b @ a)).detach().sum(0).expand_as(x)
+    with torch.no_grad():
+        for each, other in ((a, b), (b, a)):
+            if not other.requires_grad:
+                each.zero_()
+    (found,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_the_weight_changes_before_the_backward() -> None:

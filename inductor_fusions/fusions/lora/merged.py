@@ -265,6 +265,13 @@ class MergedWeight(Candidate):
         operands = [node for node in (site.x, site.w, site.a, site.b, site.factor) if node is not None]
         known.check_replaced(site.between, site.linear, "the merge and the linear", operands)
         check_device(found[0])
+        if requires_grad(site.linear) and not (requires_grad(site.a) and requires_grad(site.b)):
+            # Eager mode keeps the merged weight for the gradient of x, and not both of a and b: the caller
+            # may change the other one before the backward.
+            raise Reason.NOT_MEASURED.left_to_stock(
+                "two products for a merged adapter are measured in training only where A and B are trained",
+                "F.linear(x, w) + s * F.linear(F.linear(x, a), b)",
+            )
         if config.policy != "always":
             self.note = self.decided(found[0], found[-1])
 
@@ -277,11 +284,6 @@ class MergedWeight(Candidate):
         if not out.requires_grad and freezes_weights():
             raise Reason.NOT_FASTER.left_to_stock("Inductor freezes the weights, and merges them once")
         site, a = self.site, value(self.site.a)
-        if out.requires_grad and not (requires_grad(site.a) or requires_grad(site.b)):
-            raise Reason.NOT_MEASURED.left_to_stock(
-                "a merged adapter that is not trained is not measured where other inputs are trained",
-                "F.linear(x, w) + s * F.linear(F.linear(x, a), b)",
-            )
         tokens = tokens_of(x.numel() // x.shape[-1])
         wanted = {
             "inner": x.shape[-1], "outer": out.shape[-1], "rank": a.shape[0 if site.rows else 1],

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 
 from inductor_fusions import config, reporting, testing
 from inductor_fusions.decisions import tables
-from inductor_fusions.fusions.lora import merged
+from inductor_fusions.fusions.lora import merged, profit
 
 
 @pytest.fixture(autouse=True)
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
     monkeypatch.setattr(merged, "check_device", lambda value: None)
+    monkeypatch.setattr(profit, "capability", lambda device: 90)
 
 
 def operands() -> tuple[torch.Tensor, ...]:

@@ -20,7 +20,6 @@ from torch import fx
 
 from ... import config
 from ..._inductor import Match, freezes_weights, known_true
-from ...decisions import Query, decide_for_all
 from ...decisions.tables import dtype_name
 from ...effects.liveness import readers, replace
 from ...fusion import Candidate, Rejected, Reported
@@ -37,18 +36,9 @@ from ...graph.torch_ops import (
     same_dtype_device,
     scaled_by,
 )
-from ...operands import (
-    check_device,
-    check_kind,
-    may_use_tf32,
-    profitable,
-    requires_grad,
-    tensor,
-    text,
-    tokens_of,
-    value,
-)
+from ...operands import check_device, check_kind, known_size, requires_grad, tensor, text, tokens_of, value
 from ...reasons import Reason
+from . import profit
 from .adapters import is_low_rank
 from .inputs import Inputs
 from .second_product import made
@@ -284,15 +274,12 @@ class MergedWeight(Candidate):
         if not out.requires_grad and freezes_weights():
             raise Reason.NOT_FASTER.left_to_stock("Inductor freezes the weights, and merges them once")
         site, a = self.site, value(self.site.a)
-        tokens = tokens_of(x.numel() // x.shape[-1])
-        wanted = {
-            "inner": x.shape[-1], "outer": out.shape[-1], "rank": a.shape[0 if site.rows else 1],
+        sizes = x.shape[-1], out.shape[-1], a.shape[0 if site.rows else 1]
+        key = {
+            **dict(zip(("inner", "outer", "rank"), map(known_size, sizes), strict=True)),
             "base": site.w is not None, "train": out.requires_grad, "dtype": dtype_name(out.dtype),
-            "tf32": out.dtype == torch.float32 and may_use_tf32(),
         }  # fmt: skip
-        if tokens is None or not all(isinstance(wanted[name], int) for name in ("inner", "outer", "rank")):
-            raise Reason.SYMBOLIC.left_to_stock("a width, or a number of rows without a hint, is symbolic")
-        return f", {profitable(decide_for_all(Query('lora_merged', wanted), tokens, out.device)).note}"
+        return profit.merged(key, tokens_of(x.numel() // x.shape[-1]), out.device)
 
     def rewrite(self) -> str:
         site, old = self.site, self.site.linear

@@ -172,6 +172,19 @@ def narrow_kernel(shape: narrow.Shape, tokens: int | Span | None, device: torch.
     return f"narrow_mm, {text}{_pays(_query('narrow_mm', narrow.key(shape), text), tokens, device)}"
 
 
+def merged(key: dict[str, Any], tokens: int | Span | None, device: torch.device) -> str:
+    """The source of the expected gain of two products for a merged adapter, for the report.
+
+    Args:
+        key: the columns of a table's row; None for a symbolic width.
+        tokens: rows of the input.
+
+    Raises:
+        LeftToStock: they are not expected to pay, and the policy asks for that.
+    """
+    return _pays(_query("lora_merged", key, ""), None if None in key.values() else tokens, device)
+
+
 def _query(section: str, key: dict[str, Any], text: str) -> Query:
     """A problem, with how torch multiplies float32 where some of it is."""
     wide = "float32" in (key["dtype"], key.get("adapters"), key.get("narrow"))
@@ -207,8 +220,8 @@ def _between(query: Query) -> list[Query]:
     With TF32, stock takes no less for adapters of float32 than for those of 16 bits, and no more than
     without.
     """
-    if not query.row["tf32"]:
-        return [query]
     name = "narrow" if query.section == "narrow_mm" else "adapters"
+    if not query.row["tf32"] or name not in query.row:
+        return [query]
     exact = {**query.row, "tf32": False}
     return [replace(query, row=exact), replace(query, row={**exact, name: query.row["dtype"]})]

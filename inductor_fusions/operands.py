@@ -18,7 +18,7 @@ from ._inductor import (
     subclass_given,
     value_of,
 )
-from .decisions import Decision, Span
+from .decisions import Decision, Span, of_another_kind, too_old
 from .decisions.tables import dtype_name
 from .fusion import LeftToStock
 from .reasons import Reason
@@ -171,10 +171,15 @@ def check_device(value: torch.Tensor, dtypes: Collection[torch.dtype] | None = N
     device = value.device
     if device.type == "cpu":
         raise Reason.DEVICE.left_to_stock("runs on the CPU, where the library's GEMM is used")
-    if device.type != "cuda" or torch.version.hip is not None:
-        which = "AMD GPUs" if torch.version.hip is not None else f"devices of type {device.type}"
-        raise Reason.DEVICE.left_to_stock(f"no kernel supports {which}")
+    if why := of_another_kind(device):
+        raise Reason.DEVICE.left_to_stock(why)
     if dtypes is not None and value.dtype not in dtypes:
         raise Reason.DTYPE.left_to_stock(
             f"no kernel supports {dtype_name(value.dtype)}", f"use {' or '.join(map(dtype_name, dtypes))}"
         )
+
+
+def check_capability(device: torch.device) -> None:
+    """Leave a GPU that is older than the kernels need to stock."""
+    if why := too_old(device):
+        raise Reason.DEVICE.left_to_stock(why)

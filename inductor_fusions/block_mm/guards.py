@@ -31,16 +31,11 @@ MEASURED_WHILE_COMPILING = frozenset({"shared_a", "shared_b", "gated", "linear"}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def check_device(node: fx.Node) -> None:
-    """Leave devices other than CUDA to stock."""
-    operands.check_device(value(node))
-
-
 def reported(node: fx.Node, why: Said, hint: str = "") -> Reported:
     """A site for which there is no kernel; on devices without kernels, this is the reason."""
     reason: Rejected = LeftToStock(why, hint)
     try:
-        check_device(node)
+        operands.check_device(value(node))
     except Rejected as first:
         reason = first
     return Reported(node, reason, {"result": text(node)})
@@ -140,7 +135,7 @@ def check_products(products: Sequence[Product]) -> None:
         Rejected: see `check_operands`; or a width that is not a multiple of 16 bytes.
         LeftToStock: a device without kernels.
     """
-    check_device(products[0].node)
+    operands.check_device(value(products[0].node))
     check_operands([operand for p in products for operand in (p.a, p.b)])
     for p in products:
         found = value(p.node)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import operands
 from .._inductor import Match, was_erased
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
@@ -66,7 +67,7 @@ class SharedOperand(Candidate):
         return {"input": guards.text(first.a), "weights": ", ".join(guards.text(p.b) for p in self.group)}
 
     def guard(self) -> None:
-        guards.check_device(self.anchor)
+        operands.check_device(value(self.anchor))
         fit, reason = [], None
         for p in self.group:
             try:

@@ -102,15 +102,17 @@ FLEX = "flex attention is used on cuda only"
 
 
 @contextlib.contextmanager
-def _everywhere(module: Any, kernel: str) -> Iterator[None]:
-    devices = mock.patch.object(module, "DEVICES", frozenset({"cpu", "cuda"}))
+def flex_everywhere(kernel: str = "auto") -> Iterator[None]:
+    """Flex attention on the CPU too: the graphs are run, not the template, which has no backward there."""
+    devices = mock.patch.object(flex, "DEVICES", frozenset({"cpu", "cuda"}))
     with devices, config.patch(attention_kernel=kernel):
         yield
 
 
-def flex_everywhere(kernel: str = "auto") -> contextlib.AbstractContextManager[None]:
-    """Flex attention on the CPU too: the graphs are run, not the template, which has no backward there."""
-    return _everywhere(flex, kernel)
+@contextlib.contextmanager
+def _everywhere(module: Any, kernel: str) -> Iterator[None]:
+    with mock.patch.object(module, "unsupported", lambda device: ""), config.patch(attention_kernel=kernel):
+        yield
 
 
 #: The operations for short attention and for few queries wherever they can be, on the CPU too.

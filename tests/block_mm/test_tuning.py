@@ -94,7 +94,7 @@ def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> N
     ]
     monkeypatch.setattr(tables, "load", lambda name: {"block_mm": found})
     monkeypatch.setattr(tables, "device_name", lambda device: "any")
-    monkeypatch.setattr(heuristics, "capability", lambda device: 90)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
     def chosen(rows: int) -> configurations.Config:
         device = torch.device("cuda")
@@ -125,7 +125,7 @@ def test_tiles_that_fill_the_device(tokens: int, kept: bool, monkeypatch: pytest
     row = {**posed(2048).key, "tokens": 2048, "gain": 2.0, "config": asdict(wide)}
     monkeypatch.setattr(tables, "load", lambda name: {"block_mm": [row]})
     monkeypatch.setattr(tables, "device_name", lambda device: "nvidia_h100_80gb_hbm3")
-    monkeypatch.setattr(heuristics, "capability", lambda device: 90)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     chosen = heuristics.choose(posed(tokens), torch.device("cuda"))
     assert (chosen == wide) == kept
     if not kept:
@@ -148,7 +148,7 @@ def test_table(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_table.kept(target) == {"block_mm": data["block_mm"]}
 
     monkeypatch.setattr(tables, "device_name", lambda device: "nvidia_h200")
-    monkeypatch.setattr(heuristics, "capability", lambda device: 90)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     posed = projections.problem(ROWS[0], projections.make(ROWS[0], "cpu", 0))
     device = torch.device("cuda")
     assert heuristics.choose(posed, device) == configurations.default(posed, 90)

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 from devtools import cuda_codegen
-from inductor_fusions import config, reporting
-from inductor_fusions.block_mm import guards
+from inductor_fusions import config, operands, reporting
 from inductor_fusions.decisions import tables
 from inductor_fusions.fusions.lora import inputs, profit
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
@@ -56,8 +55,8 @@ class Adapted(nn.Module):
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every device counts: the operations are products one by one there."""
     monkeypatch.setattr(inputs, "check_device", lambda value: None)
-    monkeypatch.setattr(guards, "check_device", lambda node: None)
-    monkeypatch.setattr(profit, "capability", lambda device: 80)
+    monkeypatch.setattr(operands, "check_device", lambda value: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
 
 
 def outcome(

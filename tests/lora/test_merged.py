@@ -11,14 +11,14 @@ import torch.nn.functional as F
 
 from inductor_fusions import config, reporting, testing
 from inductor_fusions.decisions import tables
-from inductor_fusions.fusions.lora import merged, profit
+from inductor_fusions.fusions.lora import merged
 
 
 @pytest.fixture(autouse=True)
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
     monkeypatch.setattr(merged, "check_device", lambda value: None)
-    monkeypatch.setattr(profit, "capability", lambda device: 90)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
 
 def operands() -> tuple[torch.Tensor, ...]:

@@ -111,8 +111,7 @@ def written(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_table(target, MEASURED)
     assert json.loads(target.read_text())["attention"] == shipped["attention"]
     monkeypatch.setattr(tables, "device_name", lambda device: "nvidia_h200")
-    for module in (profit, heuristics, decode):
-        monkeypatch.setattr(module, "capability", lambda device: 90)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     return target
 
 
@@ -189,7 +188,7 @@ def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> N
     found = [{**few.key, "tokens": m, "config": asdict(c)} for m, c in ((1, row), (4, rows), (16, tile))]
     monkeypatch.setattr(tables, "load", lambda name: {"lora_decode": found})
     monkeypatch.setattr(tables, "device_name", lambda device: "any")
-    monkeypatch.setattr(decode, "capability", lambda device: 90)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
     def chosen(rows: int, along: bool = True) -> decode.Config:
         return decode.choose(replace(few, rows=rows, along=along), torch.device("cuda"))

@@ -40,7 +40,7 @@ LAYERS = {
     "worker": {"block_mm", "checking", "fusions", "ops"} | BASE,
     "fusion": BASE,
     "operands": {"decisions", "fusion", "reasons", "_inductor"},
-    "lowering": {"config", "fusion", "_inductor"},
+    "lowering": {"config", "decisions", "fusion", "_inductor"},
     "effects": {"fusion", "operands", "reasons", "_inductor"},
     "graph": {"effects", "fusion", "operands", "reasons", "_inductor"},
     "layouts": {"effects", "graph", "lowering", "operands", "reporting", "tags", "_inductor"},

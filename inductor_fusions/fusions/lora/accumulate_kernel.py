@@ -13,7 +13,7 @@ from ...block_mm.lowering import check_factors
 from ...decisions import Query, configured, some, tables, tiles
 from ...decisions.problems import Row
 from ...fusion import Rejected
-from ...lowering import check_device
+from ...lowering import check_templates
 from ...operands import known_size
 from .accumulate import Sum
 from .elements import render
@@ -139,7 +139,7 @@ def kernel(*given: Any) -> Any:
     call = Sum(*given)
     base, a, b, masks, dtype = call.base, call.a, call.b, call.masks(), call.dtype
     device = base.get_device()
-    check_device(device)
+    check_templates(device)
     check_factors(call.scales)
     if len(a) > MOST_PRODUCTS:
         raise Rejected(f"there are more than {MOST_PRODUCTS} products")

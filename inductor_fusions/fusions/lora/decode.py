@@ -21,7 +21,7 @@ from ...block_mm.lowering import check_factors
 from ...decisions import Query, configured, tables, tiles
 from ...decisions.problems import SINGLE_ROWS, Row, padded
 from ...fusion import Rejected
-from ...lowering import check_device
+from ...lowering import check_templates
 from ...operands import may_use_tf32
 from . import elements, lowering, narrow, narrow_kernel
 from .op import Linears
@@ -199,7 +199,7 @@ class Lowering(Linears):
             Rejected: there are none for it.
         """
         device = self.x.get_device()
-        check_device(device)
+        check_templates(device)
         check_factors(self.scales)
         held = _inductor.realize([self.x, *self.w, *self.a, *self.b])
         count, adapters = len(self.w), len(self.a)

@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 import torch
 
 from ... import config
-from ...block_mm.heuristics import capability
 from ...block_mm.problem import size_text
 from ...decisions import Decision, Query, Span, decide_for_all, tables
 from ...fusion import LeftToStock
-from ...operands import may_use_tf32
+from ...operands import check_capability, may_use_tf32
 from ...reasons import Reason, like
 from . import narrow
 from .decode import MOST_ROWS
@@ -193,8 +192,7 @@ def _query(section: str, key: dict[str, Any], text: str) -> Query:
 
 def _pays(query: Query, tokens: int | Span | None, device: torch.device) -> str:
     """Return the source of the expected gain, for the report, or raise if there is none."""
-    if capability(device) < 80:
-        raise Reason.DEVICE.left_to_stock("the device is older than compute capability 8.0")
+    check_capability(device)
     if tokens is None:
         reason = Reason.SYMBOLIC(
             "the number of rows is symbolic, and no kernel is known to be faster for all its values"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ... import operands
 from ..._inductor import Match, was_erased
 from ...block_mm import emit, guards, units
 from ...block_mm.lowering import MOST_PRODUCTS
@@ -107,7 +108,7 @@ class Adapted(Candidate):
         """Keep the longest part of the group, from its first linear on, that may be fused."""
         if self.group[0].problem:
             raise LeftToStock(self.group[0].problem)
-        guards.check_device(self.anchor)
+        operands.check_device(value(self.anchor))
         reason: Rejected | None = None
         for count in range(len(self.group), 0, -1):
             some = self.group[:count]

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...decisions import hardware
 from ...lowering import is_traced, launched
 from .kernels import linear_kernel, pack_kernel
 
@@ -80,9 +81,8 @@ def pairs(p: int, q: int, block: int, one: bool) -> int:
 
 def programs(like: Tensor) -> int:
     """Multiprocessors of the device."""
-    if not like.is_cuda:
-        return PROGRAMS
-    return int(torch.cuda.get_device_properties(like.device).multi_processor_count)
+    found = hardware(like.device)
+    return PROGRAMS if found is None else found.multiprocessors
 
 
 def _constants(dtype: torch.dtype, block: int, one: bool) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...decisions import unsupported
 from ...lowering import define
 from ...operands import may_use_tf32
 
@@ -40,7 +41,7 @@ def _check(u: Tensor, v: Tensor, w: Tensor) -> None:
 
 def _has_kernel(u: Tensor) -> bool:
     """Whether the kernels compute this."""
-    return u.is_cuda and torch.version.hip is None and u.dtype in dtypes()
+    return u.dtype in dtypes() and not unsupported(u.device)
 
 
 def _outer_product_linear(u: Tensor, v: Tensor, w: Tensor) -> Tensor:

@@ -10,14 +10,11 @@ import torch
 
 from .... import decisions
 from ...._inductor import hint, known_true
-from ....decisions import tables
-from ....decisions.devices import OLDEST
+from ....decisions import tables, unsupported
 from ....graph import torch_ops
 from ..problem import Problem
 from .op import DTYPES, MASKS, MOST_DIM, MOST_ROWS
 
-#: Types of devices that there are kernels for.
-DEVICES = frozenset({"cuda"})
 #: Queries at most: a token, or those of speculative decoding.
 MOST_QUERIES = 16
 #: Parts of the keys at most.
@@ -113,11 +110,8 @@ def _mask_of(problem: Problem) -> str:
 
 def refused(problem: Problem) -> str:
     """Why the operation does not take a problem; "" where it does."""
-    device = problem.q.value.device
-    if device.type not in DEVICES or (device.type == "cuda" and torch.version.hip is not None):
-        return f"no kernel for devices of type {device.type}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
-        return "the device is older than compute capability 8.0"
+    if why := unsupported(problem.q.value.device):
+        return why
     if problem.train or problem.transformed:
         return "it has no backward"
     if problem.stages or problem.sink is not None or problem.dropout > 0:

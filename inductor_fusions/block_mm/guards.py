@@ -185,7 +185,7 @@ def kernel(groups: Sequence[Sequence[Product]], gated: bool = False, activation:
     """
     posed, first = problem(groups, gated, activation), value(groups[0][0].a)
     tokens = tokens_of(first.shape[0])
-    if config.policy != "always" and posed.tokens is not None:
+    if not config.always() and posed.tokens is not None:
         if max_autotune() and posed.kind in MEASURED_WHILE_COMPILING:
             return f"block_mm or stock, whichever autotuning finds faster, {describe(posed)}"
     device, note = value(groups[0][0].node).device, "not measured"
@@ -193,7 +193,7 @@ def kernel(groups: Sequence[Sequence[Product]], gated: bool = False, activation:
     try:
         note = decided(posed, device, span).note
     except LeftToStock:
-        if config.policy != "always":
+        if not config.always():
             raise
     chosen = choose(posed, device, None if span is None else span.hint)
     return f"block_mm, {chosen.template} {describe(posed)}, {note}"

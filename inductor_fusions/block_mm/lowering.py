@@ -95,7 +95,7 @@ class Lowering(Call):
         if _inductor.max_autotune():
             configs = configurations.candidates(problem, arch)
         else:
-            if not self.decided and config.policy != "always":
+            if not self.decided and not config.always():
                 heuristics.decided(problem, device)
             configs = [heuristics.choose(problem, device, self.decided or None)]
         if self.eps is not None:

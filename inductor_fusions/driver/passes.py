@@ -177,7 +177,7 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
     try:
         for target in fusion.marks:
             changes.remove_marks(target, graph)
-        if config.measure and config.policy == "profitable" and not containment.is_foreign(fusion):
+        if config.measure and not config.always() and not containment.is_foreign(fusion):
             _measure(fusion, graph)
         for candidate in _candidates(fusion, graph):
             if copy is None and containment.is_foreign(fusion):

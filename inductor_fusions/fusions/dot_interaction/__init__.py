@@ -88,7 +88,7 @@ class DotInteraction(Candidate):
         saved = [site.t] if isinstance(site.t, fx.Node) else []
         self.scope.check_replaced(site.sources, site.last, "the features and the pairs", saved)
         check_kernel(t)
-        if config.policy == "profitable":
+        if not config.always():
             kind = "triangle" if self.triangle is not None else "given"
             self.note, self.tiles = measured(t, site, "gathered" if site.gathers else kind)
 

@@ -178,7 +178,7 @@ class GatedPair(Candidate):
         if not self._is_packed():
             return
         rows = value(self.pair[0].a).shape[0]
-        if config.policy != "always" and not (isinstance(rows, int) and rows <= FEW_ROWS):
+        if not config.always() and not (isinstance(rows, int) and rows <= FEW_ROWS):
             raise Reason.NOT_FASTER.left_to_stock(
                 f"gate and up are one linear: for more than {FEW_ROWS} rows stock's single GEMM is as fast"
             )

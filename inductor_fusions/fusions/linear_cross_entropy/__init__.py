@@ -109,7 +109,7 @@ class LossHead(Candidate):
         # Else stock would compute the logits of all parts, and this part would be computed twice.
         for other in others:
             other._prove()
-        if config.policy == "profitable":
+        if not config.always():
             for other in others:
                 other._measured()
             self.note = self._measured()

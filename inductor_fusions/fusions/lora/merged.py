@@ -262,7 +262,7 @@ class MergedWeight(Candidate):
                 "two products for a merged adapter are measured in training only where A and B are trained",
                 "F.linear(x, w) + s * F.linear(F.linear(x, a), b)",
             )
-        if config.policy != "always":
+        if not config.always():
             self.note = self.decided(found[0], found[-1])
 
     def decided(self, x: torch.Tensor, out: torch.Tensor) -> str:

@@ -150,7 +150,7 @@ def check_dropped(shape: Dropped, device: torch.device) -> None:
 def check_few_rows(tokens: int | Span | None, plain: bool) -> None:
     """Leave adapters that are not plain to stock for few rows, for which only one operation is measured."""
     few = tokens if isinstance(tokens, int) else tokens.hint if isinstance(tokens, Span) else None
-    if not plain and config.policy != "always" and few is not None and few <= MOST_ROWS:
+    if not plain and not config.always() and few is not None and few <= MOST_ROWS:
         raise Reason.NOT_MEASURED.left_to_stock(
             f"up to {MOST_ROWS} rows are not measured with an operation between A and B, or after B"
         )
@@ -207,7 +207,7 @@ def _pays(query: Query, tokens: int | Span | None, device: torch.device) -> str:
             )
     if decision.kernel is not None:
         return f", {decision.note}"
-    if config.policy != "always":
+    if not config.always():
         raise LeftToStock(decision.reason)
     return ", not measured"
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from . import config
 from ._inductor import (
     draws_as_eager,
     is_batched,
@@ -109,6 +110,15 @@ def profitable(decision: Decision) -> Decision:
     if decision.kernel is None:
         raise LeftToStock(decision.reason)
     return decision
+
+
+def expected(decision: Decision) -> str:
+    """The source of the expected gain, for the report.
+
+    Raises:
+        LeftToStock: the decision is for stock, and the policy asks for it.
+    """
+    return "not measured" if decision.kernel is None and config.always() else profitable(decision).note
 
 
 def may_use_tf32() -> bool:

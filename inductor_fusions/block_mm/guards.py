@@ -188,12 +188,7 @@ def kernel(groups: Sequence[Sequence[Product]], gated: bool = False, activation:
     if not config.always() and posed.tokens is not None:
         if max_autotune() and posed.kind in MEASURED_WHILE_COMPILING:
             return f"block_mm or stock, whichever autotuning finds faster, {describe(posed)}"
-    device, note = value(groups[0][0].node).device, "not measured"
-    span = tokens if isinstance(tokens, Span) else None
-    try:
-        note = decided(posed, device, span).note
-    except LeftToStock:
-        if not config.always():
-            raise
+    device, span = value(groups[0][0].node).device, tokens if isinstance(tokens, Span) else None
+    note = operands.expected(decided(posed, device, span))
     chosen = choose(posed, device, None if span is None else span.hint)
     return f"block_mm, {chosen.template} {describe(posed)}, {note}"

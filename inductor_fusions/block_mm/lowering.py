@@ -15,7 +15,7 @@ from ..decisions import hardware
 from ..decisions.problems import padded
 from ..fusion import Rejected
 from ..lowering import check_templates
-from ..operands import known_size, may_use_tf32
+from ..operands import known_size, may_use_tf32, profitable
 from . import configurations, guards, heuristics, template
 from .op import Call
 from .problem import Problem, of_operands
@@ -96,7 +96,7 @@ class Lowering(Call):
             configs = configurations.candidates(problem, arch)
         else:
             if not self.decided and not config.always():
-                heuristics.decided(problem, device)
+                profitable(heuristics.decided(problem, device))
             configs = [heuristics.choose(problem, device, self.decided or None)]
         if self.eps is not None:
             rows = [chosen for chosen in configs if chosen.template == "row"]

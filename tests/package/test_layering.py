@@ -39,7 +39,7 @@ LAYERS = {
     "decisions": {"config", "reasons", "_inductor"},
     "worker": {"block_mm", "checking", "fusions", "ops"} | BASE,
     "fusion": BASE,
-    "operands": {"decisions", "fusion", "reasons", "_inductor"},
+    "operands": {"config", "decisions", "fusion", "reasons", "_inductor"},
     "lowering": {"config", "decisions", "fusion", "_inductor"},
     "effects": {"fusion", "operands", "reasons", "_inductor"},
     "graph": {"effects", "fusion", "operands", "reasons", "_inductor"},

@@ -9,9 +9,9 @@ import torch
 
 from ... import config
 from ...block_mm.problem import size_text
-from ...decisions import Decision, Query, Span, decide_for_all, tables
+from ...decisions import Query, Span, decide_for_all, tables
 from ...fusion import LeftToStock
-from ...operands import check_capability, may_use_tf32
+from ...operands import check_capability, expected, may_use_tf32
 from ...reasons import Reason, like
 from . import narrow
 from .decode import MOST_ROWS
@@ -193,23 +193,13 @@ def _query(section: str, key: dict[str, Any], text: str) -> Query:
 def _pays(query: Query, tokens: int | Span | None, device: torch.device) -> str:
     """Return the source of the expected gain, for the report, or raise if there is none."""
     check_capability(device)
-    if tokens is None:
-        reason = Reason.SYMBOLIC(
-            "the number of rows is symbolic, and no kernel is known to be faster for all its values"
+    decision = decide_for_all(query, tokens, device)
+    if not decision.measured:
+        decision = min(
+            (decide_for_all(one, tokens, device) for one in _between(query)),
+            key=lambda found: found.lower if found.kernel is not None else 0.0,
         )
-        decision = Decision(None, reason=reason)
-    else:
-        decision = decide_for_all(query, tokens, device)
-        if not decision.measured:
-            decision = min(
-                (decide_for_all(one, tokens, device) for one in _between(query)),
-                key=lambda found: found.lower if found.kernel is not None else 0.0,
-            )
-    if decision.kernel is not None:
-        return f", {decision.note}"
-    if not config.always():
-        raise LeftToStock(decision.reason)
-    return ", not measured"
+    return f", {expected(decision)}"
 
 
 def _between(query: Query) -> list[Query]:

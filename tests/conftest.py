@@ -178,6 +178,26 @@ def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 @pytest.fixture
+def shelf(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Gives tables by device, whose rows are checked; the device that is asked for is an H100, or `on`."""
+
+    def put(on: str = "nvidia_h100_80gb_hbm3", **found: dict[str, Any]) -> None:
+        from inductor_fusions.decisions import devices, tables
+        from inductor_fusions.decisions.problems import SECTIONS
+
+        for table in found.values():
+            for section, rows in table.items():
+                for row in rows:
+                    SECTIONS[section].check(row)
+        monkeypatch.setattr(tables, "load", lambda name: tables.Table(found[name]) if name in found else None)
+        monkeypatch.setattr(tables, "names", lambda: sorted(found))
+        monkeypatch.setattr(tables, "device_name", lambda device: on)
+        monkeypatch.setattr(devices, "hardware", lambda device: devices.known(on))
+
+    return put
+
+
+@pytest.fixture
 def tf32() -> Iterator[None]:
     """torch may multiply float32 as TF32."""
     before = torch.get_float32_matmul_precision()

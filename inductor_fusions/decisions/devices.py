@@ -172,7 +172,7 @@ def sources(device: torch.device) -> list[list[Source]]:
     """The tables that count for a device: its own, this machine's and those of its capability; the others."""
     name = tables.device_name(device)
     own, here = tables.load(name), machine.load(device)
-    first = [] if own is None else [Source(name, own if isinstance(own, Table) else Table(own))]
+    first = [] if own is None else [Source(name, own)]
     if here is not None:
         first.append(Source(name, here, is_here=True))
     of = hardware(device)
@@ -183,7 +183,7 @@ def sources(device: torch.device) -> list[list[Source]]:
         whose = known(other)
         table = tables.load(other) if whose is not None and other != name else None
         if table is not None:
-            others.append(Source(other, table if isinstance(table, Table) else Table(table), whose, of))
+            others.append(Source(other, table, whose, of))
     return [
         [*first, *(source for source in others if source.is_alike)],
         [source for source in others if not source.is_alike],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from inductor_fusions import config
-from inductor_fusions.decisions import tables
 from inductor_fusions.fusions.attention import row_bias
 from tests.attention.support import capture, check, code_for_a_gpu, flex_everywhere, qkv
 from tests.attention.test_block_masks import LOWEST
@@ -249,14 +248,14 @@ def test_a_bias_with_more_digits_than_the_kernel() -> None:
 
 
 @pytest.mark.parametrize("gain", [0.0, 9.0])
-def test_the_table_decides(gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_decides(gain: float, shelf: Callable[..., None]) -> None:
     """By default it is taken where it is measured to be the fastest, of this mask with a bias."""
     sizes = dict(batch=B, heads=H, q_len=S, kv_len=S, head_dim=16, dtype="bfloat16", train=False)
     rows = [
         {**sizes, "mask": "causal+pad", "gain": {"sdpa": 2.0, "flex": 3.0}},
         {**sizes, "mask": "alibi causal+pad", "gain": {"sdpa": 2.0, "flex": 4.0, "row_bias": gain}},
     ]
-    monkeypatch.setattr(tables, "load", lambda name: {"attention": rows})
+    shelf(on="cpu", cpu={"attention": rows})
     inputs = (*qkv(S, S, batch=B, heads=H, dtype=torch.bfloat16, grad=False), padding("right"))
     with everywhere(), config.patch(attention_kernel="auto"):
         run = capture(bloom, *inputs, policy="profitable")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,9 @@ def measured(row: Row, stock: float, autotuned: float, ours: float) -> dict[str,
     }  # fmt: skip
 
 
-def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_rows_of_a_configuration(
+    shelf: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without tensor cores one is for no more rows than it was measured with; beyond the table is none."""
 
     def posed(rows: int, dtype: torch.dtype = torch.bfloat16) -> Problem:
@@ -93,8 +96,7 @@ def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> N
         {**posed(m).key, "tokens": m, "gain": 2.0, "config": asdict(c)}
         for m, c in ((1, one), (4, four), (16, tile))
     ]
-    monkeypatch.setattr(tables, "load", lambda name: {"block_mm": found})
-    monkeypatch.setattr(tables, "device_name", lambda device: "any")
+    shelf(on="any", any={"block_mm": found})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
     def chosen(rows: int) -> configurations.Config:
@@ -116,7 +118,9 @@ def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("tokens, kept", [(2048, True), (1024, False), (1000, False), (4096, True)])
-def test_tiles_that_fill_the_device(tokens: int, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_that_fill_the_device(
+    tokens: int, kept: bool, shelf: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The only row is of 2,048 tokens: half of them have 64 of its tiles, for 132 multiprocessors."""
 
     def posed(rows: int) -> Problem:
@@ -124,8 +128,7 @@ def test_tiles_that_fill_the_device(tokens: int, kept: bool, monkeypatch: pytest
 
     wide = configurations.Config("persistent", 128, 256, 64, 8, 3, subtiles=2)
     row = {**posed(2048).key, "tokens": 2048, "gain": 2.0, "config": asdict(wide)}
-    monkeypatch.setattr(tables, "load", lambda name: {"block_mm": [row]})
-    monkeypatch.setattr(tables, "device_name", lambda device: "nvidia_h100_80gb_hbm3")
+    shelf(nvidia_h100_80gb_hbm3={"block_mm": [row]})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     chosen = heuristics.choose(posed(tokens), torch.device("cuda"))
     assert (chosen == wide) == kept

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -191,30 +191,25 @@ def test_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     check(SPELLINGS["reference"], operands(), fused=0, reason="on the CPU")
 
 
-@pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    held: dict[str, Any] = {"dot_interaction": []}
-    monkeypatch.setattr(dot_interaction.tables, "load", lambda name: held)
-    yield held
-
-
 @pytest.mark.parametrize(
     ("gain", "samples", "dense", "fused"),
     [(1.5, 6, True, 1), (1.5, 12, True, 1), (1.5, 24, True, 0), (0.9, 6, True, 0), (1.5, 6, False, 0)],
 )
 def test_what_is_measured_decides(
-    gain: float, samples: int, dense: bool, fused: int, table: dict[str, Any]
+    gain: float, samples: int, dense: bool, fused: int, shelf: Callable[..., None]
 ) -> None:
     row = {"dtype": "float32", "train": True, "features": F, "width": D, "dense": dense, "samples": samples}
-    table["dot_interaction"].append({**row, "gain": gain, "tiles": [2, 2, 1, 1]})
+    shelf(on="cpu", cpu={"dot_interaction": [{**row, "gain": gain, "tiles": [2, 2, 1, 1]}]})
     run = check(SPELLINGS["lists"], operands(), policy="profitable", fused=fused)
     assert ("measure" in run.sites[0].kernel) if fused else ("measured" in run.sites[0].reason)
 
 
 @pytest.mark.parametrize(("pairs", "fused"), [(10, 1), (8, 0)])
-def test_concatenations_that_stock_has_in_memory(pairs: int, fused: int, table: dict[str, Any]) -> None:
+def test_concatenations_that_stock_has_in_memory(pairs: int, fused: int, shelf: Callable[..., None]) -> None:
     row = {"dtype": "float32", "train": True, "features": F, "width": D, "dense": False, "samples": SAMPLES}
-    table["dot_interaction"].append({**row, "pairs": "gathered", "gain": 1.5, "tiles": [2, 2, 1, 1]})
+    shelf(
+        on="cpu", cpu={"dot_interaction": [{**row, "pairs": "gathered", "gain": 1.5, "tiles": [2, 2, 1, 1]}]}
+    )
 
     def fn(x: Any, t: Any) -> Any:
         features = own(t)

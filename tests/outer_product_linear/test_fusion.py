@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -208,17 +208,10 @@ def test_autocast() -> None:
     assert [site.reason for site in run.sites] == ["the operands have different dtypes, or autocast is on"]
 
 
-@pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    held: dict[str, Any] = {"outer_product_linear": []}
-    monkeypatch.setattr(outer_product_linear.tables, "load", lambda name: held)
-    yield held
-
-
 @pytest.mark.parametrize(("gain", "rows", "fused"), [(1.5, 6, 1), (1.5, 12, 1), (1.5, 24, 0), (0.9, 6, 0)])
-def test_what_is_measured_decides(gain: float, rows: int, fused: int, table: dict[str, Any]) -> None:
+def test_what_is_measured_decides(gain: float, rows: int, fused: int, shelf: Callable[..., None]) -> None:
     row = {"dtype": "float32", "train": True, "p": P, "q": Q, "columns": N, "rows": rows, "gain": gain}
-    table["outer_product_linear"].append(row)
+    shelf(on="cpu", cpu={"outer_product_linear": [row]})
     run = check(SPELLINGS["index"], operands(), policy="profitable", fused=fused)
     assert ("measure" in run.sites[0].kernel) if fused else ("measured" in run.sites[0].reason)
 

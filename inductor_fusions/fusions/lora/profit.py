@@ -10,11 +10,11 @@ import torch
 from ... import config
 from ...block_mm.problem import size_text
 from ...decisions import Query, Span, decide_for_all, tables
+from ...decisions.problems import FEW_ROWS
 from ...fusion import LeftToStock
 from ...operands import check_capability, expected, may_use_tf32
 from ...reasons import Reason, like
 from . import narrow
-from .decode import MOST_ROWS
 
 
 class Known:
@@ -150,9 +150,9 @@ def check_dropped(shape: Dropped, device: torch.device) -> None:
 def check_few_rows(tokens: int | Span | None, plain: bool) -> None:
     """Leave adapters that are not plain to stock for few rows, for which only one operation is measured."""
     few = tokens if isinstance(tokens, int) else tokens.hint if isinstance(tokens, Span) else None
-    if not plain and not config.always() and few is not None and few <= MOST_ROWS:
+    if not plain and not config.always() and few is not None and few <= FEW_ROWS:
         raise Reason.NOT_MEASURED.left_to_stock(
-            f"up to {MOST_ROWS} rows are not measured with an operation between A and B, or after B"
+            f"up to {FEW_ROWS} rows are not measured with an operation between A and B, or after B"
         )
 
 

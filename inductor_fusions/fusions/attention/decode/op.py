@@ -24,7 +24,7 @@ MASKS = (torch.float32, torch.bfloat16, torch.float16)
 #: The widest heads that they take.
 MOST_DIM = 256
 #: Rows of a tile at most: queries of heads that share keys.
-MOST_ROWS = 32
+TILE_ROWS = 32
 
 
 def lowest_of(

@@ -85,7 +85,7 @@ class Shape:
 def default(shape: Shape) -> Config:
     """A configuration that fits every device; it is not tuned."""
     splits = _splits(shape, 16)
-    if shape.rows <= 4 and shape.along:
+    if shape.rows <= SINGLE_ROWS and shape.along:
         return Config(2 if shape.rows == 1 else 4, row_step(shape.inner, 1024, LEAST_STEP), 4, 1, splits)
     tall = padded(shape.rows)
     block_k = 128 if tall <= 32 else 64

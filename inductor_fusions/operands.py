@@ -127,15 +127,24 @@ def check_kind(*values: Any) -> None:
         LeftToStock: a DTensor, or another tensor around tensors.
     """
     for value in values:
-        if is_batched(value):
-            raise Reason.TRANSFORM.rejected(
-                "the site is inside torch.vmap, whose tensors have a hidden batch dim"
-            )
+        check_unbatched(value)
         if is_wrapper(value):
             raise Reason.SUBCLASS.left_to_stock(
                 f"an operand is a {type(value).__name__}, for which a fused kernel may not be defined",
                 "pass local tensors, as ColwiseParallel does by default",
             )
+
+
+def check_unbatched(value: Any) -> None:
+    """Refuse a tensor inside of vmap.
+
+    Raises:
+        Rejected: it is one.
+    """
+    if is_batched(value):
+        raise Reason.TRANSFORM.rejected(
+            "the site is inside torch.vmap, whose tensors have a hidden batch dim"
+        )
 
 
 def check_given(node: Any) -> None:

@@ -93,8 +93,9 @@ CASTS = frozenset(
     "to type_as type _to_copy convert_element_type float half bfloat16 double bool int long".split()
 )
 COPIES = frozenset("contiguous clone alias lift_fresh_copy lift_fresh".split())
+#: Products that `einsum.equation` reads.
+EQUATIONS = frozenset({"einsum", "tensordot", "linear"})
 #: The scores of an attention are one of these, and so is its output.
-EQUATIONS = frozenset({"einsum", "tensordot", "linear"})  #: products that `einsum.equation` reads
 PRODUCTS = frozenset({"matmul", "bmm"}) | EQUATIONS
 #: Products to which a tensor is added.
 ADDING = frozenset({"baddbmm", "addmm", "addbmm"})
@@ -102,7 +103,7 @@ ADDING = frozenset({"baddbmm", "addmm", "addbmm"})
 CASTED = PRODUCTS | ADDING
 #: In front of the names of NumPy's operations, which are not read further.
 NUMPY = "numpy."
-#: Its products.
+#: The products of NumPy.
 NUMPY_PRODUCTS = frozenset(NUMPY + name for name in ("matmul", "dot", "einsum", "tensordot"))
 #: Operations that read only the shape, dtype and device of their first argument.
 _LIKE = frozenset("full_like zeros_like ones_like empty_like new_full new_zeros new_ones new_tensor".split())

@@ -87,6 +87,12 @@ def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:
     return len(first) == len(second) and all(known_true(a == b) for a, b in zip(first, second, strict=True))
 
 
+def repeated_dims(value: torch.Tensor) -> list[int]:
+    """The dims over which a tensor is expanded: of more than one element, or perhaps so, all in one place."""
+    dims = enumerate(zip(value.shape, value.stride(), strict=True))
+    return [dim for dim, (size, step) in dims if known_true(step == 0) and not known_true(size == 1)]
+
+
 def tokens_of(size: Any) -> int | Span | None:
     """A number of tokens, for a decision: a number, or a symbolic one's range; None if it has no value."""
     if isinstance(size, int):

@@ -30,9 +30,9 @@ from ...graph.inlined import put_in_place
 from ...graph.products import unviewed
 from ...layouts import pinning
 from ...operands import repeated_dims, tensor, value
+from .attention_gradients import SDPA_BACKWARDS, SDPA_FORWARDS, gradients
 from .known import BROADCAST_NUMBER, CUDNN_ONE_QUERY, CUDNN_PADDED_KEYS, CUDNN_PLANS, KNOWN, Defect
 from .op import CUDNN_BACKWARD
-from .products import SDPA_BACKWARDS, SDPA_FORWARDS, gradients
 
 __all__ = ["FUSION", "KNOWN", "Defect"]
 

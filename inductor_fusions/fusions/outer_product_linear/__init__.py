@@ -26,10 +26,10 @@ from ...layouts.keeping import Keeping
 from ...operands import check_device, check_kind, profitable, requires_grad, tensor, text, value
 from ...reasons import Reason
 from . import recognise
-from .op import OUTER_PRODUCT_LINEAR, dtypes, pairs
+from .op import OUTER_PRODUCT_LINEAR, dtypes, outer_products
 from .recognise import OuterProductSite
 
-__all__ = ["FUSION", "pairs"]
+__all__ = ["FUSION", "outer_products"]
 
 
 class OuterProductLinear(Candidate):

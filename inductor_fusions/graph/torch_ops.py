@@ -89,6 +89,8 @@ VIEWS = frozenset(
     "view reshape flatten unflatten view_as reshape_as _unsafe_view squeeze unsqueeze".split()
 )  #: row-major order of elements is kept
 TRANSPOSES = frozenset("transpose swapaxes swapdims permute t".split())
+#: Give all parts of a tensor.
+SPLITS = frozenset("split split_with_sizes chunk unbind".split())
 CASTS = frozenset(
     "to type_as type _to_copy convert_element_type float half bfloat16 double bool int long".split()
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -233,6 +233,11 @@ def _read(node: fx.Node) -> Op | None:
     if name == "view" and any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
         return Op(node, "bitcast", {}, tuple(args))
     return _bind(node, name, inplace or is_told_to_overwrite(node), args, kwargs)
+
+
+def readers_named(node: fx.Node, names: Collection[str]) -> list[fx.Node]:
+    """The operations of some names that read the result of a node."""
+    return [user for user in readers(node) if (op := read(user)) is not None and op.name in names]
 
 
 def _operator_name(target: Any) -> str:

@@ -10,11 +10,10 @@ from typing import Any
 from torch import fx
 
 from ..._inductor import known_true
-from ...effects.liveness import readers
 from ...fusion import Candidate, Rejected, Reported
 from ...graph.dims import is_transposed
 from ...graph.einsum import equation_of, operands
-from ...graph.search import reached
+from ...graph.search import named_behind
 from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, TRANSPOSES, VIEWS, Op, read, scaled_by
 from ...operands import tensor, text
 from ...reasons import Reason
@@ -95,10 +94,10 @@ def recurrent(added: fx.Node) -> Candidate | None:
     state = _state_before(added)
     if state is None or _state_before(_through_factors(state)) is not None:
         return None
-    steps = _behind(added, _TO_STEPS, frozenset({"add"}))
+    steps = named_behind(added, _TO_STEPS, {"add"}, _REACH)
     is_returned = added.graph.output_node() in added.users
     goes_on = is_returned or any(_state_before(step) is not None for step in steps)
-    if not goes_on or not _behind(added, _TO_STEPS | {"add"}, PRODUCTS | {"sum"}):
+    if not goes_on or not named_behind(added, _TO_STEPS | {"add"}, PRODUCTS | {"sum"}, _REACH):
         return None
     return Reported(added, Rejected(_RECURRENT), {"state": text(tensor(added))})
 
@@ -192,8 +191,8 @@ def over_edges(exp: fx.Node) -> Candidate | None:
     """Exponentials that are divided by sums of those with the same index."""
     if weights_of(exp) is not None:
         return None
-    for total in _behind(exp, _TO_SUMS, _SCATTERS):
-        if _behind(total, _OF_SUMS, frozenset({"div", "reciprocal"})):
+    for total in named_behind(exp, _TO_SUMS, _SCATTERS, _REACH):
+        if named_behind(total, _OF_SUMS, {"div", "reciprocal"}, _REACH):
             summing = read(total)
             assert summing is not None
             why = Reason.NO_PRODUCT.rejected(
@@ -202,16 +201,6 @@ def over_edges(exp: fx.Node) -> Candidate | None:
             )
             return Reported(exp, why, {"scores": text(tensor(exp))})
     return None
-
-
-def _behind(node: fx.Node, passed: frozenset[str], ends: frozenset[str]) -> list[fx.Node]:
-    """The nearest operations of some names behind others."""
-
-    def named(each: fx.Node, names: frozenset[str]) -> list[fx.Node]:
-        return [user for user in readers(each) if (op := read(user)) is not None and op.name in names]
-
-    inside = reached([node], lambda each: named(each, passed - ends), _REACH)
-    return list(dict.fromkeys(user for each in inside for user in named(each, ends)))
 
 
 def _function(weights: fx.Node) -> tuple[str, bool]:

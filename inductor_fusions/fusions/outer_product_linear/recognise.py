@@ -16,10 +16,9 @@ import torch
 from torch import fx
 
 from ..._inductor import known_true
-from ...effects.liveness import readers
 from ...graph.dims import is_transposed, selection
 from ...graph.einsum import equation_of
-from ...graph.search import reached
+from ...graph.search import named_behind
 from ...graph.torch_ops import CASTS, TRANSPOSES, VIEWS, Op, linear_of, read
 from ...operands import same_shape, tensor
 
@@ -121,11 +120,7 @@ def _is_bilinear(op: Op) -> bool:
 
 def _is_normalised(op: Op) -> bool:
     """Whether the result of an operation is scores or logits."""
-
-    def named(node: fx.Node, names: frozenset[str]) -> list[fx.Node]:
-        return [user for user in readers(node) if (by := read(user)) is not None and by.name in names]
-
-    return any(named(each, _NORMALISED) for each in reached([op.node], lambda node: named(node, _SCORES), 16))
+    return bool(named_behind(op.node, _SCORES, _NORMALISED, 16))
 
 
 def _of_three(op: Op) -> str:

@@ -136,28 +136,15 @@ def _is_outer(node: Any) -> bool:
 def _sums_tokens(node: Any) -> bool:
     """Whether a node is a product of keys and values, which sums over their tokens: `k.mT @ v`."""
     op = _made_by(node)
-    if op is None or op.name not in PRODUCTS - {"linear"}:
+    found = None if op is None or op.name not in PRODUCTS - {"linear"} else equation_of(op)
+    if op is None or found is None or not all(found.keeps_last) or len(found.summed) != 1:
         return False
-    left, right, turned = op.input, op["other"], (True, False)
-    if op.name == "einsum":
-        found = equation_of(op)
-        if found is None:
-            return False
-        left, right, summed = found.left, found.right, found.summed
-        turned = (
-            len(summed) == 1 and found.first[-1] not in summed,
-            bool(summed) and found.second[-1] in summed,
-        )
-        size = None if len(summed) != 1 else (tensor(left), found.first.index(summed[0]))
-    else:
-        turned = is_transposed(left), is_transposed(right)
-        size = (tensor(left), -1)
-    one, other, made = tensor(left), tensor(right), tensor(op.node)
-    if turned != (True, False) or size is None or one is None or other is None or made is None:
+    if min(len(found.first), len(found.second)) < 3 or any(map(_is_softmax, (found.left, found.right))):
         return False
-    if min(one.dim(), other.dim()) < 3 or any(_is_softmax(each) for each in (left, right)):
-        return False
-    return all(known_true(one.shape[size[1]] >= columns) for columns in made.shape[-2:])
+    one, made = tensor(found.left), tensor(op.node)
+    assert one is not None and made is not None
+    tokens = one.shape[found.first.index(found.summed)]
+    return all(known_true(tokens >= columns) for columns in made.shape[-2:])
 
 
 def _is_of_concatenated(node: Any) -> bool:
@@ -245,18 +232,10 @@ def _pairs(op: Op) -> tuple[Any, bool] | None:
 
     None of a linear of each.
     """
-    left, right = (op["batch1"], op["batch2"]) if op.name == "baddbmm" else (op.input, op["other"])
-    if op.name == "einsum":
-        found = equation_of(op)
-        if found is None:
-            return None
-        summed = found.summed
-        dims, value = min(len(found.first), len(found.second)), tensor(found.left)
-        turned = [letters[-1] not in summed for letters in (found.first, found.second)]
-        if dims < 3 or len(summed) != 1 or turned[0] != turned[1] or value is None:
-            return None
-        return value.shape[found.first.index(summed[0])], turned[0]
-    one, other = tensor(left), tensor(right)
-    if one is None or other is None or min(one.dim(), other.dim()) < 3:
+    found = None if op.name == "linear" else equation_of(op)
+    if found is None or min(len(found.first), len(found.second)) < 3 or len(found.summed) != 1:
         return None
-    return (one.shape[-1], is_transposed(left)) if is_transposed(left) != is_transposed(right) else None
+    value, (turned, other) = tensor(found.left), found.keeps_last
+    if value is None or turned != other:
+        return None
+    return value.shape[found.first.index(found.summed)], turned

@@ -9,7 +9,7 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...effects.liveness import readers
-from ...graph.dims import WHOLE, is_over_last, is_transposed, permuted_by, selection
+from ...graph.dims import WHOLE, is_over_last, permuted_by, selection
 from ...graph.einsum import equation_of
 from ...graph.search import named_behind
 from ...graph.torch_ops import CASTS, PRODUCTS, VIEWS, Op, read, readers_named
@@ -124,13 +124,8 @@ def _behind_masks(node: Any) -> Op | None:
 
 def _sides(op: Op) -> tuple[list[Any], list[bool]]:
     """Both operands of a product, and whether it keeps the last dim of each, as it was before a transpose."""
-    sides = [op.input, op["other"]]
-    if op.name != "einsum":
-        return sides, [is_transposed(sides[0]), not is_transposed(sides[1])]
-    found = equation_of(op)
-    if found is None:
-        return [], []
-    return [found.left, found.right], [part[-1] in found.result for part in (found.first, found.second)]
+    found = None if op.name == "linear" else equation_of(op)
+    return ([], []) if found is None else ([found.left, found.right], found.keeps_last)
 
 
 def _is_correlation(op: Op) -> bool:

@@ -209,7 +209,7 @@ def _outer(x: fx.Node) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
         return None
     op, factors = read(x), None
     if op is not None and op.name == "einsum":
-        factors = _of_einsum(op)
+        factors = _factors_of_einsum(op)
     elif op is not None and op.name in ("mul", "bmm", "matmul"):
         first, second = op.only("input", "other")
         factors = _pair(first, second, product)
@@ -234,7 +234,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     return op.input if op.name in _VIEWS or only_adds else None
 
 
-def _of_einsum(op: Op) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
+def _factors_of_einsum(op: Op) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
     """The two factors of an einsum "bi,bj->bij", with any letters, also several for the rows."""
     found = equation_of(op)
     if (

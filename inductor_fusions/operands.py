@@ -88,6 +88,12 @@ def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:
     return len(first) == len(second) and all(known_true(a == b) for a, b in zip(first, second, strict=True))
 
 
+def repeated_dims(value: torch.Tensor) -> list[int]:
+    """The dims over which a tensor is expanded: of more than one element, or perhaps so, all in one place."""
+    dims = enumerate(zip(value.shape, value.stride(), strict=True))
+    return [dim for dim, (size, step) in dims if known_true(step == 0) and not known_true(size == 1)]
+
+
 def tokens_of(size: Any) -> int | Span | None:
     """A number of tokens, for a decision: a number, or a symbolic one's range; None if it has no value."""
     if isinstance(size, int):
@@ -137,15 +143,24 @@ def check_kind(*values: Any) -> None:
         LeftToStock: a DTensor, or another tensor around tensors.
     """
     for value in values:
-        if is_batched(value):
-            raise Reason.TRANSFORM.rejected(
-                "the site is inside torch.vmap, whose tensors have a hidden batch dim"
-            )
+        check_unbatched(value)
         if is_wrapper(value):
             raise Reason.SUBCLASS.left_to_stock(
                 f"an operand is a {type(value).__name__}, for which a fused kernel may not be defined",
                 "pass local tensors, as ColwiseParallel does by default",
             )
+
+
+def check_unbatched(value: Any) -> None:
+    """Refuse a tensor inside of vmap.
+
+    Raises:
+        Rejected: it is one.
+    """
+    if is_batched(value):
+        raise Reason.TRANSFORM.rejected(
+            "the site is inside torch.vmap, whose tensors have a hidden batch dim"
+        )
 
 
 def check_given(node: Any) -> None:

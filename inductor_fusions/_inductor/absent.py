@@ -170,7 +170,7 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
         stack.enter_context(mock.patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", -1))
         folder = joint_graph.UniformValueConstantFolder  # it makes constants on the device of their values
         for name in ("__init__", "run"):
-            stack.enter_context(mock.patch.object(folder, name, _on_cpu(getattr(folder, name))))
+            stack.enter_context(mock.patch.object(folder, name, _computing_on_cpu(getattr(folder, name))))
         stack.enter_context(device_guard())
         _forget_answers()
         stack.callback(_forget_answers)
@@ -334,7 +334,7 @@ class _OnCPU(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _on_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
+def _computing_on_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method that computes on the CPU."""
 
     def compute(*args: Any, **kwargs: Any) -> Any:

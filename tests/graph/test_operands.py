@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing._internal.two_tensor import TwoTensor
 
 from inductor_fusions import lowering, operands
@@ -38,6 +39,16 @@ def test_tensor(key: str) -> None:
     assert operands.tensor(node) is None
     node.meta[key] = value = made("cpu")
     assert operands.tensor(node) is value
+
+
+def test_repeated_dims() -> None:
+    """Not those of one element; a size without a value may be one, and no guard is asked for it."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        unknown = mode.shape_env.create_unbacked_symint()
+        expanded = torch.empty(1, 4, 1, 1).expand(1, 4, unknown, 8)
+    assert operands.repeated_dims(expanded) == [2, 3]
+    assert operands.repeated_dims(torch.ones(1).expand(1)) == []
 
 
 def test_text() -> None:

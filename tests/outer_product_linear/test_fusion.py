@@ -19,7 +19,12 @@ from inductor_fusions import config, testing
 from inductor_fusions.fusion import LeftToStock
 from inductor_fusions.fusions import outer_product_linear
 from inductor_fusions.fusions.outer_product_linear import check_kernel, op
-from inductor_fusions.fusions.outer_product_linear.op import FACTORS, OUTER_PRODUCT_LINEAR, WEIGHT, pairs
+from inductor_fusions.fusions.outer_product_linear.op import (
+    FACTORS,
+    OUTER_PRODUCT_LINEAR,
+    WEIGHT,
+    outer_products,
+)
 
 ROWS, P, Q, N = 6, 5, 7, 9
 
@@ -230,7 +235,7 @@ def test_memory_that_two_variables_share(one: bool) -> None:
     compiled = torch.compile(fn, backend=aot_autograd(fw_compiler=backend, bw_compiler=backend))
     (found,) = torch.autograd.grad(compiled(z, w).sum(), [z])
     other = z if one else z.detach()
-    (wanted,) = torch.autograd.grad((pairs(z, other) @ w.t()).sum(), [z])
+    (wanted,) = torch.autograd.grad((outer_products(z, other) @ w.t()).sum(), [z])
     torch.testing.assert_close(found, wanted)
 
 
@@ -277,7 +282,7 @@ def test_gradients_in_chunks(dtype: torch.dtype, features: int, monkeypatch: pyt
         found = [*op.factors(dy, u, v, w), op.weight(dy, u, v)]
     assert seen.elements == max(n * p * q, min(features, p) * rows * q)
     wide = [t.double().requires_grad_() for t in (u, v, w)]
-    true = torch.autograd.grad(pairs(wide[0], wide[1]) @ wide[2].t(), wide, dy.double())
+    true = torch.autograd.grad(outer_products(wide[0], wide[1]) @ wide[2].t(), wide, dy.double())
     assert all(map(torch.equal, found, [*FACTORS(dy, u, v, w), WEIGHT(dy, u, v)]))
     for x, y in zip(found, true, strict=True):
         assert x.dtype == dtype and float((x.double() - y).norm() / y.norm()) < 4 * torch.finfo(dtype).eps

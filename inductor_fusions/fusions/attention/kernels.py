@@ -242,10 +242,10 @@ def available(problem: Problem, grouped: bool = False) -> tuple[str, ...]:
         return ()
     if device == "cuda":
         return _on_cuda(problem, grouped)
-    return ("sdpa",) if _on_cpu(problem, grouped) else ()
+    return ("sdpa",) if _sdpa_is_fused_on_cpu(problem, grouped) else ()
 
 
-def _on_cpu(problem: Problem, grouped: bool) -> bool:
+def _sdpa_is_fused_on_cpu(problem: Problem, grouped: bool) -> bool:
     """Ask SDPA itself, with small tensors of the same kind: sizes do not matter to its choice."""
     if problem.q.value.device.type != "cpu" or problem.dropout > 0:
         return False

@@ -33,8 +33,8 @@ def _namespace() -> torch.library.Library:
         return torch.library.Library("inductor_fusions", "DEF")
     except RuntimeError:
         raise ImportError(
-            "inductor_fusions was imported before, and its modules were dropped from sys.modules: torch still "
-            "has its operations and passes. Start a new process to import it again"
+            "inductor_fusions was imported before, and its modules were dropped from sys.modules, but torch "
+            "still has its operations and passes: start a new process to import it again"
         ) from None
 
 

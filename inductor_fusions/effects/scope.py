@@ -43,8 +43,8 @@ class DynamoScope(Scope):
             saved: operands that it saves for its backward.
 
         Raises:
-            Rejected: something that is read is overwritten in between, or a saved operand later, modes differ,
-                or a derivative is taken that the operation lacks.
+            Rejected: what is read is overwritten in between, or what is saved later; modes differ; or a
+                derivative is taken that the operation lacks.
         """
         check_operation([*nodes, last], self.derivatives)  # of tensors with hidden dims writes are unknown
         # A write to any other memory changes nothing of what the nodes, or the operation, read.

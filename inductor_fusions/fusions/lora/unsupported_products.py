@@ -13,7 +13,7 @@ from ..._inductor import hint, known_true
 from ...block_mm import guards
 from ...fusion import Candidate, LeftToStock, Reported
 from ...graph.additions import added_matrix, additions_behind
-from ...graph.products import Product, identity, multiplied, product
+from ...graph.products import Product, multiplied, product
 from ...graph.search import computed_of
 from ...operands import value
 from ...reasons import Reason

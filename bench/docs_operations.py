@@ -217,8 +217,8 @@ def norm_section(data: Json) -> str:
     text = (
         "Blocks of layers of one row, bfloat16, under CUDA graphs: microseconds on the device with an "
         "RMSNorm in a kernel of its own, and in the kernels of the linears behind it, with the tile that the "
-        "package takes and with others (columns x elements of K, warps). The package keeps the norm apart "
-        "where the linears read as much as a head does."
+        "package took then and with others (columns x elements of K, warps). The package keeps the norm "
+        "apart where the linears read as much as a head does."
     )
     names = dict.fromkeys(name for row in data["rows"] for name in row["times_us"])
     every = {**named("block"), **fixed("device_us", 1, {name: name for name in names})}

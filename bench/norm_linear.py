@@ -34,7 +34,10 @@ from inductor_fusions.block_mm import configurations
 from inductor_fusions.block_mm.configurations import Config
 
 #: Columns, step of K, warps.
-TILES = ((2, 1024, 4), (4, 1024, 4), (2, 2048, 4), (2, 2048, 8), (4, 2048, 8), (4, 512, 4))
+TILES = (
+    (2, 1024, 4), (4, 1024, 4), (2, 2048, 4), (2, 2048, 8), (4, 2048, 8), (4, 512, 4), (2, 512, 4),
+    (1, 2048, 4),
+)  # fmt: skip
 #: Bytes of weights that the layers of a row have together, at least: several times the L2 cache.
 BYTES = 2**29
 
@@ -60,8 +63,11 @@ def grid(quick: bool) -> list[Row]:
     shapes = [
         ("mlp", 4096, 14336), ("head", 4096, 128256), ("mlp", 2048, 8192), ("qkv", 4096, 1024),
         ("qkv", 2048, 512), ("head", 2048, 128256), ("mlp", 3072, 8192), ("head", 2304, 256000),
-        ("mlp", 8192, 28672), ("qkv", 8192, 1024), ("mlp", 1536, 8960), ("qkv", 1536, 256),
-        ("head", 1024, 151936),
+        ("mlp", 8192, 28672), ("qkv", 8192, 1024), ("mlp", 1536, 8960), ("mlp", 896, 4864),
+        ("mlp", 3584, 18944), ("qkv", 1536, 256), ("head", 2048, 49152), ("mlp", 2560, 9728),
+        ("mlp", 5120, 14336), ("mlp", 1024, 3072), ("mlp", 2304, 9216), ("qkv", 3584, 512),
+        ("qkv", 896, 128), ("head", 960, 49152), ("qkv", 2560, 1024), ("qkv", 5120, 1024),
+        ("qkv", 1024, 1024), ("mlp", 576, 1536), ("head", 1024, 151936),
     ]  # fmt: skip
     return [Row(*shape) for shape in shapes]
 

@@ -106,21 +106,34 @@ def _are_alike(problem: Problem) -> bool:
 def with_norm(choice: Config, problem: Problem) -> Config:
     """The configuration of "row" with an RMSNorm in front of one row.
 
-    The norm takes registers, so that the tiles of the tables leave room for fewer thread blocks. On an H100
-    steps of 1024 were up to 3 us slower than the fastest tile without a norm, on problems of 896 to 4,096
-    inputs. Long gated pairs read two weights in each step, for which eight warps have the registers.
+    The norm takes registers, so that the tiles of the tables leave room for fewer thread blocks. Long gated
+    pairs read two weights in each step, for which eight warps have the registers. `bench.norm_linear` has
+    measured these tiles and others.
     """
     if few_rows(problem) != 1:
         return choice
     if problem.gated and min(k or 0 for k in problem.inner) >= 4096:
         return Config("row", 1, 2, 2048, 8, 1)
-    return Config("row", 1, 2, _row_step(problem, 1024), 4, 1)
+    return Config("row", 1, 2, step_with_norm(_longest(problem)), 4, 1)
+
+
+def step_with_norm(width: int) -> int:
+    """The step of K with an RMSNorm of a width in front: none is half empty if a shorter one avoids that.
+
+    A single step of 2,048 is faster than two of which the second is half empty.
+    """
+    if width % 1024 and width <= 2048:
+        return padded(width)
+    return 512 if 0 < width % 1024 <= 512 else 1024
 
 
 def _row_step(problem: Problem, wanted: int) -> int:
     """A step of K that no product is much shorter than, except for those of adapters."""
-    longest = max(k for k in problem.inner if k is not None)
-    return min(wanted, padded(longest))
+    return min(wanted, padded(_longest(problem)))
+
+
+def _longest(problem: Problem) -> int:
+    return max(k for k in problem.inner if k is not None)
 
 
 def _bulk_copies(problem: Problem, arch: int = 90) -> bool:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from inductor_fusions.block_mm import heuristics
-from inductor_fusions.block_mm.configurations import Config, suits, with_norm
+from inductor_fusions.block_mm.configurations import Config, step_with_norm, suits, with_norm
 from inductor_fusions.block_mm.problem import Problem
 from inductor_fusions.fusions import norm_linear
 from tests.block_mm.support import GatedMLP, Linears, check, rand, run
@@ -258,10 +258,10 @@ def test_many_rows() -> None:
 class Around(nn.Module):
     """What computes the input of a norm, the norm, and a linear whose widths are in tables."""
 
-    def __init__(self, before: Callable[..., Any]) -> None:
+    def __init__(self, before: Callable[..., Any], width: int = 2048) -> None:
         super().__init__()
-        self.before, self.norms = before, nn.ModuleList(Llama(2048) for _ in range(2))
-        self.linears = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(2))
+        self.before, self.norms = before, nn.ModuleList(Llama(width) for _ in range(2))
+        self.linears = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(2))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         total = self.before(x, y, *self.norms[1:], *self.linears[1:])
@@ -297,12 +297,15 @@ def test_measured_rows(rows: int) -> None:
     assert seen.codes("norm_linear") == ["not-measured"] * (rows - 1)
 
 
-def test_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head of a language model keeps its norm apart."""
-    monkeypatch.setattr(norm_linear, "_WIDE", 2**20)
-    model = Around(BEFORE["input"][0]).to(BF16).requires_grad_(False)
-    seen = run(model, (rand(1, 2048, grad=False), rand(1, 2048, grad=False)), policy="profitable")
-    assert seen.fused("linear_epilogue") and seen.codes("norm_linear") == ["not-faster"]
+@pytest.mark.parametrize("width", [2048, 2304])
+@pytest.mark.parametrize("apart", [False, True])
+def test_wide(monkeypatch: pytest.MonkeyPatch, width: int, apart: bool) -> None:
+    """The head of a language model keeps its norm apart, sooner if its kernel takes short steps."""
+    size = 2 * width * width * (1 if width % 1024 == 0 else 2)
+    monkeypatch.setattr(norm_linear, "_WIDE", size - apart)
+    model = Around(BEFORE["input"][0], width).to(BF16).requires_grad_(False)
+    seen = run(model, (rand(1, width, grad=False), rand(1, width, grad=False)), policy="profitable")
+    assert seen.fused("linear_epilogue") and seen.codes("norm_linear") == ["not-faster"] * apart
 
 
 @pytest.mark.parametrize(("width", "warps"), [(2048, 4), (3072, 4), (4096, 8)])
@@ -313,6 +316,14 @@ def test_tiles(width: int, warps: int) -> None:
     chosen = [with_norm(Config("row", 1, 1, 512, 2, 1), each) for each in (gated, alone)]
     assert [each.num_warps for each in chosen] == [warps, 4]
     assert all(suits(each, problem) for each, problem in zip(chosen, (gated, alone), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("width", "step"),
+    [(64, 64), (896, 1024), (1536, 2048), (2048, 1024), (2304, 512), (2880, 1024), (3584, 512)],
+)
+def test_steps(width: int, step: int) -> None:
+    assert step_with_norm(width) == step
 
 
 def test_autotuned() -> None:

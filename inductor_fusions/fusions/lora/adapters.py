@@ -295,7 +295,7 @@ def step(node: fx.Node) -> Step | None:
     """One step from a sum towards its products: how a node is computed from a single other one."""
     if node.op != "call_function":
         return None
-    inner = put_back(node)
+    inner: Any = put_back(node)
     if inner is not None or node.target in RESHAPES or node.target in CASTS or copies(node):
         inner = inner or node.args[0]
         return Step(inner) if isinstance(inner, fx.Node) and is_floating(inner) else None

@@ -22,6 +22,23 @@ _LOST = (
     "inductor_fusions.enable() installs them again, in addition to what is there now"
 )
 
+
+def _namespace() -> torch.library.Library:
+    """The namespace of the package's operations, which torch gives out once in a process.
+
+    Raises:
+        ImportError: an earlier import has it: its operations and passes would be registered twice.
+    """
+    try:
+        return torch.library.Library("inductor_fusions", "DEF")
+    except RuntimeError:
+        raise ImportError(
+            "inductor_fusions was imported before, and its modules were dropped from sys.modules, but torch "
+            "still has its operations and passes: start a new process to import it again"
+        ) from None
+
+
+_held = _namespace()  # as long as this module is alive, which Inductor's hooks refer to
 _lock = threading.RLock()
 _wanted = False
 _waiting = False

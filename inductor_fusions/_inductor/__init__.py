@@ -37,6 +37,7 @@ from .flex import flex_attention_op, flex_backward_op, flex_block_mask
 from .graphs import (
     changes,
     copied_graph,
+    is_backward,
     is_body,
     module_path,
     numpy_name,

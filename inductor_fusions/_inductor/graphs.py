@@ -44,6 +44,11 @@ def is_body(graph: fx.Graph) -> bool:
     return getattr(graph, "owning_module", None) in _bodies.get()
 
 
+def is_backward(graph: fx.Graph) -> bool:
+    """Whether a graph behind autograd is a backward: it takes gradients, which AOTAutograd names."""
+    return any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder"))
+
+
 def numpy_name(target: Any) -> str:
     """The name of the operation of NumPy that Dynamo traces as a call of `target`; "" of another target."""
     utils = importlib.import_module("torch._dynamo.utils")

@@ -43,9 +43,11 @@ class DynamoScope(Scope):
             saved: operands that it saves for its backward.
 
         Raises:
-            Rejected: something is written in between, or over a saved operand, modes differ, or a derivative
-                is taken that the operation lacks.
+            Rejected: what is read is overwritten in between, or what is saved later; modes differ; or a
+                derivative is taken that the operation lacks.
         """
         check_operation([*nodes, last], self.derivatives)  # of tensors with hidden dims writes are unknown
-        check_between(nodes, last, where, self.modes, self.effects)
+        # A write to any other memory changes nothing of what the nodes, or the operation, read.
+        read = {each for node in (*nodes, last) for each in (node, *node.all_input_nodes)}
+        check_between(nodes, last, where, self.modes, self.effects, read)
         check_kept(saved, last, self.effects)

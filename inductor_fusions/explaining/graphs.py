@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils._dtype_abbrs import dtype_abbrs
 
-from .._inductor import module_path, source_line, value_of
+from .._inductor import is_backward, module_path, source_line, value_of
 from ..driver.watching import Watcher
 from ..sites import Site, place
 
@@ -89,10 +89,9 @@ class Recorder(Watcher):
         self.pairs += told
 
     def begins(self, stage: str, graph: fx.Graph) -> None:
-        backward = any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
         self._lines = dict(_lines(graph))
         self._fused = []
-        self.pairs.append(Pair(stage, backward, list(self._lines.values())))
+        self.pairs.append(Pair(stage, is_backward(graph), list(self._lines.values())))
 
     def fused(self, site: Site, removed: Sequence[fx.Node], added: Sequence[fx.Node]) -> None:
         self._fused.append((site, [node.name for node in removed if node in self._lines], list(added)))

@@ -305,7 +305,7 @@ def transpose_of(node: fx.Node) -> fx.Node | None:
     return node.args[0] if isinstance(node.args[0], fx.Node) else None
 
 
-def _copies(node: fx.Node) -> bool:
+def copies(node: fx.Node) -> bool:
     """Whether a node copies a tensor, or expands it to its own size.
 
     A linear on an input that is not contiguous copies the input, or becomes a batched product.
@@ -331,7 +331,7 @@ def identity(node: fx.Node) -> tuple[Any, ...]:
                 continue
             if not casts or casts[-1] != value(base).dtype:
                 casts.append(value(base).dtype)
-        elif base.target not in RESHAPES and not _copies(base):
+        elif base.target not in RESHAPES and not copies(base):
             break
         base = base.args[0]
     if base.op == "call_function" and base.target in (aten.permute.default, aten.t.default):

@@ -87,15 +87,32 @@ def test_bfloat16() -> None:
         )  # fmt: skip
 
 
-def test_learned() -> None:
-    """A bias of each head and distance, which is filled."""
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_learned(train: bool) -> None:
+    """A bias of each head and distance, which is filled. Under no_grad no gradient flows into it."""
 
     def learned(net: Any, q: Any, k: Any, v: Any) -> Any:
         return spelled(lambda: net.table.masked_fill(later(), -INF))(q, k, v)
 
     module = Module(learned, {"table": nn.Parameter(torch.randn(H, N, N))})
     with flex_everywhere("flex"):
-        check(module, qkv(N, N, heads=H), kernel=CAUSAL, slack=4.0)
+        check(module, qkv(N, N, heads=H), kernel=CAUSAL, slack=4.0, train=train)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_learned_where_a_row_is_empty(train: bool) -> None:
+    """In a row that sees no key a gradient flows into the bias; in inference none does."""
+
+    def learned(net: Any, q: Any, k: Any, v: Any, mask: Any) -> Any:
+        fill = torch.zeros(B, 1, 1, N).masked_fill((mask == 0)[:, None, None, :], -1e9)
+        return torch.softmax(q @ k.mT * 0.25 + fill + net.table, -1) @ v
+
+    module = Module(learned, {"table": nn.Parameter(torch.randn(H, 1, N))})
+    mask = padding()
+    mask[1] = 0
+    with flex_everywhere("flex"):
+        seen = check(module, (*qkv(N, N, heads=H), mask), fused=None, slack=8.0, train=train)
+    assert ("block mask" in seen.sites[0].kernel) is not train
 
 
 def padding(right: bool = True) -> torch.Tensor:

@@ -162,6 +162,48 @@ def test_overwritten_afterwards() -> None:
     assert not seen.fused and "overwrites an operand" in seen.sites[0].reason
 
 
+def written(into: Callable[..., Any], between: bool = True) -> Callable[..., Any]:
+    """Pairs of features, and a write to what `into` gives, behind the products or in front of them."""
+
+    def fn(x: Any, t: Any, other: Any, i: Any, j: Any) -> Any:
+        t, z = t * 1.0, None
+        if between:
+            z = products(t)
+        into(t, other, j).index_copy_(0, torch.tensor([1]), into(t, other, j)[:1] * 1)
+        return torch.cat([x, (products(t) if z is None else z)[:, i, j]], 1)
+
+    return fn
+
+
+def indices() -> tuple[torch.Tensor, ...]:
+    return rand(2, 3).detach(), torch.tensor(LI), torch.tensor(LJ)
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["in front", "between"])
+def test_another_tensor_is_overwritten(between: bool) -> None:
+    """What is read stays as it is; features may be overwritten before they are read."""
+    check(written(lambda t, other, j: other, between), (*operands(), *indices()))
+    if not between:
+        check(written(lambda t, other, j: t.detach(), between), (*operands(), *indices()))
+
+
+@pytest.mark.parametrize("into", [lambda t, other, j: t.detach(), lambda t, other, j: j], ids=["t", "j"])
+def test_what_is_read_is_overwritten(into: Callable[..., Any]) -> None:
+    reason = "index_copy_ writes in place between the features and the pairs"
+    check(written(into), (*operands(), *indices()), fused=0, reason=reason, train=False)
+
+
+def test_index_that_is_overwritten_behind_the_pairs() -> None:
+    """The operation would read it where the concatenation is."""
+
+    def fn(x: Any, t: Any, other: Any, i: Any, j: Any) -> Any:
+        pairs = products(t)[:, i, j]
+        j.zero_()
+        return torch.cat([x, pairs], 1)
+
+    check(fn, (*operands(), *indices()), fused=0, reason="zero_ writes in place", train=False)
+
+
 def test_autocast() -> None:
     """The products are made in another dtype than the features have."""
     with torch.autocast("cpu", dtype=torch.bfloat16):

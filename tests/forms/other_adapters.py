@@ -189,12 +189,6 @@ def scaled_adapters_by_number(x: Any, w: Any, a: Any, b: Any, scales: Any, which
     return F.linear(x, w) + (x @ a[which] @ b[which]) * scales[which][:, None, None]
 
 
-@form(LONG, "frozen 128x64", "frozen 8x64", "frozen 128x8", (8,), left=(1, 1), reasons=("layout", "layout"))
-def adapter_from_the_left(x: Any, w: Any, a: Any, b: Any, d: Any) -> Any:
-    """VeRA as papers write it, on columns."""
-    return F.linear(x, w) + (b @ (d[:, None] * (a @ x.mT))).mT
-
-
 @form(LONG, "frozen 128x64", (3, 64, 8), (3, 8, 128), (3, 64), left=(1, 1), reasons=("", "multiple of 8"))
 def mixture_by_one_einsum(x: Any, w: Any, a: Any, b: Any, gate: Any) -> Any:
     """The gates multiply the ranks, between two products of all experts; einsum moves dims of size 1."""

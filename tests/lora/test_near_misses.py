@@ -175,6 +175,50 @@ def test_symbolic_rank(train: bool) -> None:
     assert run(linear, operands(), train=train, dynamic=True).codes("lora") == ["symbolic"] * (1 + train)
 
 
+GATED: dict[str, Callable[..., Any]] = {
+    "number": lambda x, w, a, b, g: F.linear(x, w) + torch.tanh(g[0, 0]) * F.linear(F.linear(x, a), b),
+    "tokens": lambda x, w, a, b, g: F.linear(x, w) + g[:, :1].sigmoid() * F.linear(F.linear(x, a), b),
+    "columns": lambda x, w, a, b, g: F.linear(x, w) + F.linear(F.linear(x, a), b) * g[0],
+    "elements": lambda x, w, a, b, g: F.linear(x, w) + g * F.linear(F.linear(x, a), b),
+    "between": lambda x, w, a, b, g: F.linear(x, w) + F.linear(F.linear(x, a) * g[:, :1], b),
+    "function": lambda x, w, a, b, g: F.linear(x, w) + F.linear(F.silu(F.linear(x, a)), b),
+}
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", GATED)
+def test_symbolic_rank_of_a_gated_adapter(name: str, train: bool) -> None:
+    """The gate's gradient reads what it multiplies, and the gradient of A reads the gate."""
+    fn, args = GATED[name], (*operands(), rand(96, 128))
+    assert run(fn, args, train=train, dynamic=True).codes("lora") == ["symbolic"] * (1 + train)
+
+
+def test_symbolic_rank_on_another_input() -> None:
+    def fn(x: Any, w: Any, a: Any, b: Any, g: Any) -> Any:
+        return F.linear(x.sin(), w) + F.linear(F.linear(x, a), b) * g
+
+    assert not run(fn, (*operands(), rand(96, 128)), train=True, dynamic=True).codes("lora")
+
+
+@pytest.mark.parametrize("rank", [16, 40])
+def test_two_linears_in_a_row(rank: int) -> None:
+    """A head behind a body: where it is narrow between them, they look like an adapter without a base."""
+    x, _, a, b = operands(rank)
+    seen = run(lambda x, a, b: F.linear(F.linear(x, a), b), (x, a, b), train=True)
+    said = ["returns the result of the two products", "those of a gradient"] if rank == 16 else []
+    reasons = seen.reasons("lora")
+    assert len(reasons) == len(said) and all(map(str.__contains__, reasons, said)), reasons
+
+
+@pytest.mark.parametrize("behind", [F.relu, lambda y: y.sigmoid() * y, lambda y: y * (y.detach() > 0)])
+def test_two_linears_between_functions(behind: Callable[..., Any]) -> None:
+    """Nothing is said of adapters, or of `torch.where`, which the gradient of a function is."""
+    x, _, a, b = operands()
+    seen = run(lambda x, a, b: behind(F.linear(F.linear(x.relu(), a), b)), (x, a, b), train=True)
+    assert seen.codes("lora") == ["no-base"] * 2, seen.reasons("lora")
+    assert "those of a gradient" in seen.reasons("lora")[1]
+
+
 def test_without_measurements_it_is_left_to_stock() -> None:
     seen = run(linear, operands(), policy="profitable")
     assert not seen.fused("lora")

@@ -173,3 +173,24 @@ def test_no_warning_on_import() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fresh("import warnings; warnings.simplefilter('error')\nimport inductor_fusions")
+
+
+AGAIN = """
+import importlib, sys, torch
+{first}
+import inductor_fusions
+print(importlib.reload(inductor_fusions).enabled())
+for name in [name for name in sys.modules if name.partition(".")[0] == "inductor_fusions"]:
+    del sys.modules[name]
+try:
+    import inductor_fusions
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("first", ["", "import torch._inductor.config"], ids=["before", "after Inductor"])
+def test_import_again(first: str) -> None:
+    """A reload registers nothing twice. Modules that were dropped would: one line says so."""
+    reloaded, dropped = fresh(AGAIN.format(first=first)).splitlines()
+    assert reloaded == "True" and "dropped from sys.modules" in dropped and "new process" in dropped

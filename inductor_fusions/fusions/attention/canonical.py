@@ -48,7 +48,8 @@ def canonicalise(site: Attention, interpreter: Interpreter) -> Problem:
     hides_rows = any(kind in ("hide", "show") for kind, _ in behind)
     if hides_rows:
         check_hidden_rows(site)
-    left = structure.remaining(site.terms, (q.shape[-2], k.shape[-2]), interpreter, site.sink is None)
+    trains, lengths = _trains(site), (q.shape[-2], k.shape[-2])
+    left = structure.remaining(site.terms, lengths, interpreter, trains, site.sink is None)
     terms = [(t, _term_operand(t, target, interpreter)) for t in left or []]
     parts: list[Stage | Attention] = [*site.stages, site]
     scalers, *late_scalers = [_scalers(part.scalers, target) for part in parts]
@@ -68,14 +69,14 @@ def canonicalise(site: Attention, interpreter: Interpreter) -> Problem:
         ],
         scalers=scalers, late_scalers=late_scalers, behind=behind, key_scalers=key_scalers,
         value_scalers=value_scalers,
-        train=_trains(site),
+        train=trains,
         stages=[_stage(stage, target, interpreter) for stage in site.stages],
         sink=_sink(site, target, interpreter),
         # Where masked scores are -inf, a fully masked row is zero.
         structure=_structure(
             left is None,
             [(replace(t, fill=-math.inf) if t in zeroed else t, operand) for t, operand in terms],
-            site, target, interpreter,
+            site, target, interpreter, trains,
         ),
         zeros=_together([(operand, t.hides) for t, operand in terms if t in zeroed]),
         overwritten=interpreter.mutations.touch,
@@ -207,6 +208,7 @@ def _structure(
     site: Attention,
     target: Sequence[Any],
     interpreter: Interpreter,
+    trains: bool,
 ) -> Structure | None:
     if causal:
         return Structure(structure.CAUSAL, None, True, [], True)
@@ -215,7 +217,7 @@ def _structure(
         return None
     return structure.find(
         terms, shape, interpreter, site.product.graph,
-        lambda term: _term_operand(term, target, interpreter), cancels=site.sink is None,
+        lambda term: _term_operand(term, target, interpreter), trains, cancels=site.sink is None,
     )  # fmt: skip
 
 

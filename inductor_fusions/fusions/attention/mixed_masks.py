@@ -23,15 +23,18 @@ from .operands import Operand
 Terms = list[tuple[Term, Operand]]
 
 
-def separated(terms: Terms, interpreter: Interpreter, operand: Callable[[Term], Operand]) -> Terms:
+def separated(
+    terms: Terms, interpreter: Interpreter, operand: Callable[[Term], Operand], trains: bool
+) -> Terms:
     """Terms of which each that holds a bias and a mask is two or more, whose sum it is.
 
     Args:
         operand: brings a new term to the dims of the problem.
+        trains: whether gradients may be taken of the attention.
     """
     found: Terms = []
     for term, whole in terms:
-        pieces = _of_term(term, interpreter)
+        pieces = _of_term(term, interpreter, trains)
         try:
             found += [(each, whole if each is term else operand(each)) for each in pieces]
         except Rejected:  # the dims of a piece do not line up
@@ -39,11 +42,11 @@ def separated(terms: Terms, interpreter: Interpreter, operand: Callable[[Term], 
     return found
 
 
-def _of_term(term: Term, interpreter: Interpreter) -> list[Term]:
+def _of_term(term: Term, interpreter: Interpreter, trains: bool) -> list[Term]:
     mixed = torch_ops.tensor(term.node)
     if term.fill is not None or term.floor is not None or term.factor <= 0 or mixed is None:
         return [term]
-    pieces = _pieces(term, interpreter)
+    pieces = _pieces(term, interpreter, trains)
     tensors = [torch_ops.tensor(each.node) for each in pieces]
     fixed = all(t is not None and t.device == mixed.device for t in tensors) and not any(
         interpreter.mutations.touch(each.node) for each in pieces
@@ -51,16 +54,16 @@ def _of_term(term: Term, interpreter: Interpreter) -> list[Term]:
     return pieces if len(pieces) > 1 and fixed else [term]
 
 
-def _pieces(term: Term, interpreter: Interpreter) -> list[Term]:
+def _pieces(term: Term, interpreter: Interpreter, trains: bool) -> list[Term]:
     """The parts whose sum a bias is, where masks are among them; else the bias alone."""
     op = torch_ops.read(term.node)
     if op is None or op.inplace or interpreter.mutations.touch(term.node) or _is_mask(term, interpreter):
         return [term]
 
     def of(*nodes: Any) -> list[Term]:
-        if not all(_is_part(node, op.node) for node in nodes):
+        if not all(_is_part(node, op.node, trains) for node in nodes):
             return []
-        return [piece for node in nodes for piece in _pieces(replace(term, node=node), interpreter)]
+        return [piece for node in nodes for piece in _pieces(replace(term, node=node), interpreter, trains)]
 
     if op.name == "add" and op["alpha"] in (None, 1):
         found = of(op.input, op["other"])
@@ -81,12 +84,14 @@ def _is_mask(term: Term, interpreter: Interpreter) -> bool:
     return visibility(interpreter.read(term.node), term.factor) is not None
 
 
-def _is_part(node: Any, whole: fx.Node) -> bool:
-    """Whether a node may be read in the place of one made from it: a gradient flows into it there as well."""
+def _is_part(node: Any, whole: fx.Node, trains: bool) -> bool:
+    """Whether a node may be read in the place of one made from it: a gradient flows into it there as well,
+    or into nothing.
+    """
     part, made = torch_ops.tensor(node), torch_ops.tensor(whole)
     if part is None or made is None or not part.is_floating_point():
         return False
-    return made.requires_grad or not part.requires_grad
+    return made.requires_grad or not (trains and part.requires_grad)
 
 
 def _filled(

@@ -202,9 +202,9 @@ class SdpaCall(Candidate):
         mask, causal = op["attn_mask"], bool(causal)
         shape = (*q.shape[:-1], k.shape[-2])
         term = _term(mask, shape)
-        changed = False
+        changed, trains = False, is_differentiated([self.anchor], [q.node, k.node, v.node])
         if term is not None and not causal:
-            left = structure.remaining([term], shape[2:], self.scope.interpreter)
+            left = structure.remaining([term], shape[2:], self.scope.interpreter, trains)
             if not left:
                 term, mask, causal, changed = None, None, left is None, True
         k, v = (operand.expand((q.shape[0], *operand.shape[1:])) for operand in (k, v))
@@ -215,8 +215,8 @@ class SdpaCall(Candidate):
             q=q, k=few_k, v=few_v, full_k=k, full_v=v, scale=op["scale"], dropout=float(dropout),
             causal=causal, terms=[], dtype=out.dtype, attn_mask=mask,
             results=[Result(self.anchor, v, shape[:2], tuple(out.shape), tuple(range(out.dim())))],
-            train=is_differentiated([self.anchor], [op[n] for n in ("query", "key", "value")]),
-            structure=None if term is None else self._structure(term, shape),
+            train=trains,
+            structure=None if term is None else self._structure(term, shape, trains),
             version=self.scope.mutations.last,
             transformed=self.scope.modes.at(self.anchor).within(*REVERSE),
         )  # fmt: skip
@@ -254,13 +254,13 @@ class SdpaCall(Candidate):
             )
         return None if short.refused(problem) else problem
 
-    def _structure(self, term: Term, shape: tuple[Any, ...]) -> Structure | None:
+    def _structure(self, term: Term, shape: tuple[Any, ...], trains: bool) -> Structure | None:
         """The mask as a predicate."""
         mask = torch_ops.tensor(term.node)
-        if mask is None or mask.requires_grad:
+        if mask is None or (trains and mask.requires_grad):
             return None
         interpreter, graph = self.scope.interpreter, self.scope.graph
-        found = structure.find([(term, _padded(term))], shape, interpreter, graph, _padded)
+        found = structure.find([(term, _padded(term))], shape, interpreter, graph, _padded, trains)
         return None if found is None or found.visible is True else found
 
     def savings(self) -> dict[str, int]:

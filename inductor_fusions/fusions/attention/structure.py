@@ -18,7 +18,7 @@ from torch import fx
 from ... import config
 from ..._inductor import known_true
 from ...graph import torch_ops
-from ...operands import same_shape
+from ...operands import requires_grad, same_shape
 from .masks import (
     Affine,
     And,
@@ -114,15 +114,17 @@ def narrowed(term: Term, interpreter: Interpreter) -> Term:
     return term
 
 
-def predicate(term: Term, interpreter: Interpreter, cancels: bool) -> tuple[Bool, float] | None:
+def predicate(
+    term: Term, interpreter: Interpreter, cancels: bool, trains: bool = True
+) -> tuple[Bool, float] | None:
     """The condition under which a term leaves a score as it is, and its number elsewhere; None if it is data.
 
     Args:
         term: a bias or a fill.
         cancels: whether a number that is added to all scores is not seen.
+        trains: whether gradients may be taken of the attention.
     """
-    mask = torch_ops.tensor(term.node)
-    if mask is not None and mask.requires_grad:
+    if trains and requires_grad(term.node):
         return None  # a gradient flows into it
     if term.fill is None:
         return visibility(interpreter.read(term.node), term.factor, cancels)
@@ -133,17 +135,22 @@ def predicate(term: Term, interpreter: Interpreter, cancels: bool) -> tuple[Bool
 
 
 def remaining(
-    terms: Sequence[Term], lengths: Sequence[Any], interpreter: Interpreter, cancels: bool = True
+    terms: Sequence[Term],
+    lengths: Sequence[Any],
+    interpreter: Interpreter,
+    trains: bool,
+    cancels: bool = True,
 ) -> list[Term] | None:
     """The terms without those that hide nothing; None where what is left says exactly "causal".
 
     Args:
         lengths: (q_len, kv_len).
+        trains, cancels: as those of `predicate`.
     """
     left: list[Term] = []
     causal = 0
     for term in terms:
-        found = predicate(term, interpreter, cancels)
+        found = predicate(term, interpreter, cancels, trains)
         kind = classify(None if found is None else found[0], (*term.lead, *lengths))
         if kind == "visible":
             continue
@@ -175,13 +182,15 @@ class _Read:
     biased_after: bool = False
 
     @staticmethod
-    def of(terms: Terms, shape: Sequence[Any], interpreter: Interpreter, cancels: bool) -> _Read | None:
+    def of(
+        terms: Terms, shape: Sequence[Any], interpreter: Interpreter, cancels: bool, trains: bool
+    ) -> _Read | None:
         """The terms, or None where a part of the mask is data."""
         read = _Read()
         for place, (term, operand) in enumerate(terms):
             if term.floor is not None:
                 return None
-            found = predicate(term, interpreter, cancels)
+            found = predicate(term, interpreter, cancels, trains)
             if found is not None:
                 if not same_shape(term.lead, shape[:2]) and not dims(found[0]) <= {QUERY, KEY}:
                     return None  # its batch and heads are counted in another way
@@ -207,6 +216,7 @@ def find(
     interpreter: Interpreter,
     graph: fx.Graph,
     aligned: Callable[[Term], Operand],
+    trains: bool,
     cancels: bool = True,
 ) -> Structure | None:
     """The structure of the mask of an attention, or None where part of it is data.
@@ -216,10 +226,10 @@ def find(
         shape: (batch, heads, q_len, kv_len).
         graph: where code for the mask will be; elements of tensors of other graphs cannot be used.
         aligned: brings a part of a term to the dims of the problem.
-        cancels: whether a number that is added to all scores is not seen.
+        trains, cancels: as those of `predicate`.
     """
-    terms = separated(terms, interpreter, aligned)
-    read = _Read.of(terms, shape, interpreter, cancels)
+    terms = separated(terms, interpreter, aligned, trains)
+    read = _Read.of(terms, shape, interpreter, cancels, trains)
     if read is None:
         return None
     if not all(_erases(terms, each, bias) for each in read.hiding for bias in read.unbounded):
@@ -238,7 +248,7 @@ def find(
     (number,) = read.numbers
     # Where each query sees itself, or the first key.
     never_empty = _always_sees(visible, shape, Affine(0)) or _sees_own_key(visible, shape)
-    if math.isfinite(number) and not never_empty and not _keeps_empty_rows(read, terms, number):
+    if math.isfinite(number) and not never_empty and not _keeps_empty_rows(read, terms, number, trains):
         return None
     return Structure(
         visible=visible,
@@ -249,14 +259,14 @@ def find(
     )
 
 
-def _keeps_empty_rows(read: _Read, terms: Terms, number: float) -> bool:
+def _keeps_empty_rows(read: _Read, terms: Terms, number: float, trains: bool) -> bool:
     """Whether the scores of a fully masked row are all equal, or absorbed by the number they get."""
     if not read.added and not read.biased_after:
         return True
     if (read.added and len(read.conditions) > 1) or not _absorbs(number, terms, bool(read.added)):
         return False
     # In such a row a gradient flows into what is added to the number.
-    return config.empty_rows == "ignore" or not any(map(_learns, read.biases))
+    return config.empty_rows == "ignore" or not trains or not any(map(_learns, read.biases))
 
 
 def _absorbs(number: float, terms: Terms, added: bool) -> bool:

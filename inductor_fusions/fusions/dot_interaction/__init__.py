@@ -85,7 +85,7 @@ class DotInteraction(Candidate):
         if self.triangle is None and not takes(pairs.shape[1]):
             raise Reason.LIMIT.rejected("the number of pairs is symbolic, or too large for one thread block")
         saved = [site.t] if isinstance(site.t, fx.Node) else []
-        self.scope.check_replaced(site.sources, site.last, "the features and the pairs", saved)
+        self.scope.check_replaced(site.replaced, site.last, "the features and the pairs", saved)
         check_kernel(t)
         if not config.always():
             kind = "triangle" if self.triangle is not None else "given"

@@ -74,10 +74,11 @@ class InteractionSite:
         return self.pairs if self.cat is None else self.cat
 
     @property
-    def sources(self) -> set[fx.Node]:
-        """The nodes that the pairs are computed from: features, products, and those of the indices."""
-        made = {x for node in self.between for x in (node, *node.all_input_nodes)}
-        return {*made, *_sources(self.indices)}
+    def replaced(self) -> set[fx.Node]:
+        """The nodes that the pairs are computed by, without the features and other inputs of the graph."""
+        made = {x for node in (*self.between, self.pairs) for x in (node, *node.all_input_nodes)}
+        made -= {self.t} if isinstance(self.t, fx.Node) else {*self.t}
+        return {x for x in (*made, *_sources(self.indices)) if x.op not in ("placeholder", "get_attr")}
 
 
 def site(node: fx.Node) -> InteractionSite | None:

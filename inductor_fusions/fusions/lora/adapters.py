@@ -16,6 +16,7 @@ from ...graph.products import (
     RESHAPES,
     VIEWS,
     Product,
+    copies,
     is_floating,
     is_pointwise,
     multiplied,
@@ -30,7 +31,14 @@ from ...graph.products import (
 )
 from ...graph.search import reached
 from ...operands import holds, tensor, value
-from .first_products import MOST_BETWEEN, down_projection, first_product, in_front_of_squares, product_in
+from .first_products import (
+    MOST_BETWEEN,
+    down_projection,
+    first_product,
+    in_front_of_squares,
+    product_in,
+    put_back,
+)
 from .masks import masked
 from .op import NARROW_MM
 
@@ -287,8 +295,9 @@ def step(node: fx.Node) -> Step | None:
     """One step from a sum towards its products: how a node is computed from a single other one."""
     if node.op != "call_function":
         return None
-    if node.target in RESHAPES or node.target in CASTS:
-        inner = node.args[0]
+    inner: Any = put_back(node)
+    if inner is not None or node.target in RESHAPES or node.target in CASTS or copies(node):
+        inner = inner or node.args[0]
         return Step(inner) if isinstance(inner, fx.Node) and is_floating(inner) else None
     if (number := scaled(node)) is not None:
         return Step(*number)

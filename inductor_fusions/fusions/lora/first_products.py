@@ -56,33 +56,53 @@ def product_in(matrix: fx.Node, size: str) -> Product | None:
         size: how many elements the matrix has.
     """
     down: Product | None = None
-    seen, waiting = set[fx.Node](), [(matrix, size)]
+    seen, waiting = set[fx.Node](), [(matrix, size, list[int]())]
     while waiting:
-        node, size = waiting.pop()
+        node, size, turned = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
-        found = first_product(node) if str(value(node).numel()) == size else None
+        order = _order(node)
+        found = first_product(node) if not turned and str(value(node).numel()) == size else None
         if found is not None and down is None:
             down = found
         elif found is not None or len(seen) > MOST_BETWEEN:
             return None
-        elif node.target in RESHAPES or is_pointwise(node) or _keeps_order(node):
-            waiting += [(each, size) for each in node.all_input_nodes if is_floating(each)]
-        elif str(value(node).numel()) == size:  # a number of each row is a factor
-            waiting += [(each, str(value(each).numel())) for each in _beside(node)]
+        elif order:  # there and back, where A and B multiply the input from the left
+            if turned and not _is_undone(order, turned):
+                return None
+            waiting.append((node.all_input_nodes[0], size, [] if turned else order))
+        elif is_pointwise(node) or (not turned and (node.target in RESHAPES or order is not None)):
+            waiting += [(each, size, turned) for each in node.all_input_nodes if is_floating(each)]
+        elif not turned and str(value(node).numel()) == size:  # a number of each row is a factor
+            waiting += [(each, str(value(each).numel()), []) for each in _beside(node)]
     return down
 
 
-def _keeps_order(node: fx.Node) -> bool:
-    """Whether a node only moves dims of size 1, as einsum does."""
+def _order(node: fx.Node) -> list[int] | None:
+    """How a node permutes dims; empty if it moves only those of size 1, as einsum does; None of another."""
     op = read(node)
     order = permutation(op) if op is not None else None
     if op is None or order is None:
-        return False
+        return None
     sizes = value(op.input).shape
     wide = [dim for dim in order if not (isinstance(sizes[dim], int) and sizes[dim] == 1)]
-    return wide == sorted(wide)
+    return [] if wide == sorted(wide) else list(order)
+
+
+def _is_undone(first: list[int], second: list[int]) -> bool:
+    """Whether a permutation puts dims back that another one has permuted."""
+    return len(first) == len(second) and [first[dim] for dim in second] == [*range(len(second))]
+
+
+def put_back(node: fx.Node) -> fx.Node | None:
+    """The node whose dims a node permutes, and behind copies permutes back; None of another."""
+    order = _order(node)
+    if not order:
+        return None
+    inner = through(node.all_input_nodes[0], {aten.clone.default})
+    before = _order(inner)
+    return inner.all_input_nodes[0] if before and _is_undone(before, order) else None
 
 
 def _beside(node: fx.Node) -> list[fx.Node]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import remembered
+from ..._inductor import is_backward, remembered
 from ...block_mm import guards
 from ...graph.additions import added_matrix, additions_behind, has_size_of, is_sum, summands
 from ...graph.products import CASTS, DIV, MUL, RESHAPES, is_floating, product, scaled
@@ -21,6 +21,8 @@ aten = torch.ops.aten
 
 #: Of a sum without a base: it may be added to what is in memory (`sums`).
 NO_PRODUCT = Reason.NO_BASE("the adapter is not added to a product that only this sum reads")
+#: Also of one whose base has no gradient of the input.
+GRADIENT = Reason.NO_BASE("the two products are those of a gradient, and no base is added to it")
 
 
 @remembered(spreads=lambda node: True)
@@ -59,6 +61,8 @@ def leads_to_adapter(node: Any, in_sums: bool = True) -> bool:
 
 def alone(up: fx.Node) -> Said:
     """Why the result of an adapter is not part of a sum of products."""
+    if is_backward(up.graph) and not additions_behind([up, *up.users]):
+        return GRADIENT
     node = up
     for _ in range(8):
         if not node.users:
@@ -70,22 +74,22 @@ def alone(up: fx.Node) -> Said:
             return Reason.NO_BASE("this graph returns the result of the two products as it is")
         by = _other_factor(user, node)
         if by is not None and times_tensor(user) is None and weighted(user) is None:
+            how = "divided" if user.target in DIV else "multiplied"
+            if not additions_behind([user]):
+                return Reason.NO_BASE(
+                    f"the result of the two products is {how} by a tensor, and no base is added"
+                )
             if mask_in(by) is not None:
                 return Reason.BEHIND_ADAPTER(
                     "a mask is applied to the result of the adapter, or to its gradient"
                 )
             if not isinstance(value(user).shape[-1], int):
                 return Reason.SYMBOLIC("the number of columns that the adapter adds to is symbolic")
-            how = "divided" if user.target in DIV else "multiplied"
-            if not additions_behind([user]):
-                return Reason.NO_BASE(
-                    f"the result of the two products is {how} by a tensor, and no base is added"
-                )
             return Reason.BEHIND_ADAPTER(
                 f"the result of the two products is {how} by a tensor before the addition, in a form that is "
                 "not supported"
             )
-        if user.target is aten.where.self:
+        if user.target is aten.where.self and additions_behind([user]):
             return Reason.BEHIND_ADAPTER(
                 "the result of the adapter passes through torch.where, which can remove NaN"
             )

@@ -108,8 +108,9 @@ def linears(products: Sequence[Product]) -> list[Linear]:
     for a in adapters:
         node = a.up.node
         # Two products with a function between them are an adapter only where something is added. So are those
-        # with no more columns than ranks: in a backward they are gradients of A and B.
-        plain = a.middle is None and not known_true(value(node).shape[1] <= value(a.up.a).shape[1])
+        # that are not narrow between them, such as two linears in a row, or the gradients of A and B.
+        rank, sizes = value(a.up.a).shape[1], (value(a.down.a).shape[1], value(node).shape[1])
+        plain = a.middle is None and not any(known_true(size < 2 * rank) for size in sizes)
         # Several may read it: the gradient of a factor does as well.
         added = bool(additions_behind([node])) or any(map(is_added_to_product, node.users))
         if node not in inside and (plain or added):

@@ -252,13 +252,13 @@ def _is_base(term: Any, own: Sequence[fx.Node], size: Any, x: Any) -> bool:
         return any(_is_base(each, own, size, x) for each in terms_of(term))
     if term.target not in _BATCHES:
         found = product(term)
-        reads = found is not None and (x is None or _origin(x) in (_origin(found.a), _origin(found.b)))
+        reads = found is not None and (x is None or origin(x) in (origin(found.a), origin(found.b)))
         return term.target in BASES or reads
     sides = zip(own, _batch_operands(term), strict=False)
     return known_true(value(term).numel() == size) and any(identity(a) == identity(b) for a, b in sides)
 
 
-def _origin(matrix: fx.Node) -> tuple[Any, ...]:
+def origin(matrix: fx.Node) -> tuple[Any, ...]:
     """A key of what is in memory of a matrix or its transpose."""
     return identity(source(transpose_of(matrix) or matrix).base)
 

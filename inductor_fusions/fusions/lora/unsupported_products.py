@@ -1,4 +1,6 @@
-"""Reports adapters that the kernels do not take: of a high or symbolic rank, of blocks of columns."""
+"""Reports adapters that the kernels do not take: of a high or symbolic rank, of blocks of columns, and of
+transposed inputs.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,20 @@ from ..._inductor import hint, known_true
 from ...block_mm import guards
 from ...fusion import Candidate, LeftToStock, Reported
 from ...graph.additions import added_matrix, additions_behind
-from ...graph.products import Product, identity, product
+from ...graph.products import Product, multiplied, product
 from ...graph.search import computed_of
 from ...operands import value
 from ...reasons import Reason
 from .adapters import MOST_RANK, is_low_rank, source
-from .unsupported import core_of, terms_of, turned
+from .first_products import product_in
+from .unsupported import core_of, origin, terms_of, turned
 
 BLOCKS = Reason.SHAPES(
     "one matrix multiplies each block of the columns (LoKr, MoRA), so its product has more rows than the "
     "linear that it is added to"
+)
+TRANSPOSED = Reason.LAYOUT(
+    "A and B multiply the transposed input from the left, and the kernels multiply the input from the right"
 )
 #: The most nodes between the input of a linear and a product of blocks of its columns.
 _MOST_BETWEEN = 48
@@ -30,27 +36,56 @@ def candidates(products: Sequence[Product]) -> Iterator[Candidate]:
     """Every such adapter that is added to a linear, or to what a linear adds to."""
     for up in products:
         yield from _wide(up)
+        yield from _transposed(up)
         yield from _of_blocks(up)
 
 
 def _wide(up: Product) -> Iterator[Candidate]:
     """An adapter whose rank is above that of the kernels, or unknown, added to a linear on its input."""
-    down = product(core_of(up.a))
+    rank = value(up.a).shape[1]
+    # With a function between them, two wide linears are an MLP.
+    down = product(core_of(up.a)) if isinstance(rank, int) else _first_product(up.a)
     if down is None:
         return
-    rank = value(up.a).shape[1]
     if _is_wide(rank, down.inner, value(up.node).shape[1]):
         said = Reason.LIMIT(f"the adapter has rank {rank}, and the kernels support {MOST_RANK}")
-    elif not isinstance(rank, int) and is_low_rank(
-        *map(hint, (rank, value(down.a).shape[1], value(up.node).shape[1]))
-    ):
+    elif not isinstance(rank, int) and _is_low_rank(rank, down, value(up.node).shape[1]):
         said = Reason.SYMBOLIC("the rank of the adapter is symbolic")
     else:
         return
-    key, sums = identity(source(down.a).base), additions_behind([up.node])
-    others = (found for found in _products_in(sums[-1] if sums else None) if found.node is not up.node)
-    if any(identity(source(found.a).base) == key for found in others):
-        yield Reported(sums[-1], LeftToStock(said), {"adapter": guards.text(up.node)})
+    if (top := _sum_with_base(up, down.a)) is not None:
+        yield Reported(top, LeftToStock(said), {"adapter": guards.text(up.node)})
+
+
+def _transposed(up: Product) -> Iterator[Candidate]:
+    """An adapter `(B @ (A @ x.T)).T`, added to a linear on x."""
+    down = _first_product(up.b)
+    if down is None or not _is_low_rank(value(up.b).shape[0], down, value(up.node).shape[0]):
+        return
+    if (top := _sum_with_base(up, down.b)) is not None:
+        why = LeftToStock(TRANSPOSED, "F.linear(F.linear(x, a), b)")
+        yield Reported(top, why, {"adapter": guards.text(up.node)})
+
+
+def _first_product(matrix: fx.Node) -> Product | None:
+    """The product of as many elements that a matrix is a function of."""
+    return product_in(matrix, str(value(matrix).numel()))
+
+
+def _is_low_rank(rank: Any, down: Product, columns: Any) -> bool:
+    """As `is_low_rank`, of sizes some of which may be symbolic."""
+    return is_low_rank(*map(hint, (rank, value(down.a).shape[1], columns)))
+
+
+def _sum_with_base(up: Product, x: fx.Node) -> fx.Node | None:
+    """The last sum that an adapter is added in, also times a gate, if a product on its input is a term.
+
+    A trained gate reads the adapter for its gradient as well. In a backward, it multiplies what A reads.
+    """
+    sums = additions_behind([up.node, *up.node.users])
+    others = [found for found in _products_in(sums[-1] if sums else None) if found.node is not up.node]
+    inputs = {origin(x), *(origin(each) for each, _ in multiplied(source(x).base))}
+    return sums[-1] if any(origin(found.a) in inputs for found in others) else None
 
 
 def _of_blocks(base: Product) -> Iterator[Candidate]:

@@ -12,6 +12,7 @@ from torch import nn
 from inductor_fusions import testing
 from inductor_fusions.fusions import dot_interaction
 from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
+from tests.attention.support import rand
 from tests.dot_interaction.forms import (
     GIVEN,
     LI,
@@ -27,15 +28,7 @@ from tests.dot_interaction.forms import (
 )  # fmt: skip
 from tests.support.modules import Module
 
-
-@pytest.fixture(autouse=True)
-def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU; the operation has a meaning on every device."""
-    monkeypatch.setattr(dot_interaction, "check_kernel", lambda t: None)
-
-
-def rand(*shape: int) -> torch.Tensor:
-    return torch.randn(shape).requires_grad_()
+pytestmark = pytest.mark.usefixtures("any_device")
 
 
 def operands() -> tuple[torch.Tensor, torch.Tensor]:

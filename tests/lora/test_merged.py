@@ -11,13 +11,11 @@ import torch.nn.functional as F
 
 from inductor_fusions import config, reporting, testing
 from inductor_fusions.decisions import tables
-from inductor_fusions.fusions.lora import merged, profit
+from inductor_fusions.fusions.lora import profit
 
 
 @pytest.fixture(autouse=True)
-def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU."""
-    monkeypatch.setattr(merged, "check_device", lambda value: None)
+def on_hopper(any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profit, "capability", lambda device: 90)
 
 

@@ -20,20 +20,14 @@ from inductor_fusions.fusion import LeftToStock
 from inductor_fusions.fusions import outer_product_linear
 from inductor_fusions.fusions.outer_product_linear import check_kernel, op
 from inductor_fusions.fusions.outer_product_linear.op import FACTORS, OUTER_PRODUCT_LINEAR, WEIGHT, pairs
+from tests.attention.support import rand
 
 ROWS, P, Q, N = 6, 5, 7, 9
 
 Function = Callable[..., Any]
 
 
-@pytest.fixture(autouse=True)
-def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU; the operation has a meaning on every device."""
-    monkeypatch.setattr(outer_product_linear, "check_kernel", lambda out: None)
-
-
-def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape).to(dtype).requires_grad_()
+pytestmark = pytest.mark.usefixtures("any_device")
 
 
 def operands() -> tuple[torch.Tensor, ...]:

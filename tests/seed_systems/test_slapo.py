@@ -21,7 +21,8 @@ from inductor_fusions import config, fusions, testing
 from inductor_fusions.decisions import tables
 from inductor_fusions.fusions.linear_epilogue import MOST_ROWS
 from tests import blocks
-from tests.seed_systems.support import QUICK, check, launched, leaf, on, qkv
+from tests.seed_systems.support import QUICK, check, launched, leaf, qkv
+from tests.support.devices import on
 from tests.support.processes import start
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -32,16 +32,13 @@ def hides_later(q: Any, k: Any) -> Any:
     return torch.arange(k.shape[-2], device=q.device) > i
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.125, 0.31, 3.0])
-def test_X2_causal_and_scale(scale: float, device: torch.device) -> None:
+def test_X2_causal_and_scale(device: torch.device) -> None:
     def fn(q: Any, k: Any, v: Any) -> Any:
-        return attention(q, k, v, scale, hidden=hides_later(q, k))
+        return attention(q, k, v, 0.31, hidden=hides_later(q, k))
 
-    backend = "inductor" if scale == 0.31 else QUICK
-    # A fused backward has an error of eps times the score.
-    run = check(fn, qkv(), device, kernel="is_causal", backend=backend, slack=max(2.0, 8.0 * scale))
+    run = check(fn, qkv(), device, kernel="is_causal", slack=2.5)
     for call in run.ours.calls("scaled_dot_product_attention"):
-        assert call.kwargs["scale"] == pytest.approx(scale)
+        assert call.kwargs["scale"] == pytest.approx(0.31)
 
 
 def segments(length: int) -> torch.Tensor:
@@ -69,12 +66,13 @@ def test_X3_segment_ids(kv_len: int, causal: bool, device: torch.device) -> None
     check(fn, (*qkv(150, kv_len), of_q, of_k), device, backend=QUICK)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2, 3, 24, 24), (1, 3, 24, 24), (3, 24, 24), (2, 1, 24, 24)], ids=str)
-def test_X4_bias_with_gradient(shape: tuple[int, ...], device: torch.device) -> None:
+def test_X4_bias_with_gradient_on_a_gpu(shape: tuple[int, ...]) -> None:
     def fn(q: Any, k: Any, v: Any, ab: Any) -> Any:
         return attention(q, k, v, 0.25, bias=ab)
 
-    run = check(fn, (*qkv(), leaf(*shape)), device, backend="inductor" if len(shape) == 3 else QUICK)
+    run = check(fn, (*qkv(), leaf(*shape)), torch.device("cuda"))
     assert run.ours.grads["3"] is not None and run.ours.grads["3"].shape == shape
 
 
@@ -92,7 +90,7 @@ class Positions(nn.Module):
 
 
 def test_X4_table_of_positions(device: torch.device) -> None:
-    run = check(Positions(), qkv(), device, backend=QUICK, slack=4.0)
+    run = check(Positions(), qkv(), device, slack=4.0)
     assert "table.weight" in run.errors
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,9 +36,7 @@ def operands() -> tuple[torch.Tensor, torch.Tensor]:
     return rand(SAMPLES, D), rand(SAMPLES, F, D)
 
 
-def check(fn: Callable[..., Any], inputs: Any, **options: Any) -> testing.Checked:
-    return testing.check(fn, inputs, **{"backend": testing.EAGER_AFTER_PASSES, "slack": 4.0, **options})
-
+check = partial(testing.check, backend=testing.EAGER_AFTER_PASSES, slack=4.0)
 
 OPERATIONS = {"transposed first": (rand(SAMPLES, D), rand(SAMPLES, F, 3))}
 

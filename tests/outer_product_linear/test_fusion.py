@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,9 +35,7 @@ def operands() -> tuple[torch.Tensor, ...]:
     return rand(ROWS, P), rand(ROWS, Q), rand(N, P * Q), rand(N)
 
 
-def check(fn: Function, inputs: Any, **options: Any) -> testing.Checked:
-    return testing.check(fn, inputs, **{"backend": testing.EAGER_AFTER_PASSES, "slack": 4.0, **options})
-
+check = partial(testing.check, backend=testing.EAGER_AFTER_PASSES, slack=4.0)
 
 SPELLINGS: dict[str, Function] = {
     "index": lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w, b),

@@ -16,6 +16,7 @@ from inductor_fusions import config, ops, testing
 from inductor_fusions.fusions.attention.short import plan
 from tests.attention.short_interpreted import CASES as INTERPRETED
 from tests.attention.support import (
+    LOWEST,
     additive,
     capture,
     cases,
@@ -169,7 +170,6 @@ def test_machine_code(shape: str, arch: int) -> None:
 
 # Who becomes it ----------------------------------------------------------------------------------
 
-LOWEST = torch.finfo(torch.float32).min
 BIAS = scored(lambda s, b: s * 0.3 + b)
 
 

@@ -12,13 +12,13 @@ from torch import fx, nn
 
 from inductor_fusions import testing
 from tests.attention import support as attention
+from tests.attention.support import LOWEST
 from tests.support.devices import on
 
 #: A backend that runs the passes and then the graph as it is: for the variants of a case that has been
 #: compiled in full.
 QUICK = testing.EAGER_AFTER_PASSES
 CPU = torch.device("cpu")
-LOWEST = torch.finfo(torch.float32).min
 
 
 def check(

@@ -137,6 +137,15 @@ def also_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
 
 @pytest.fixture
+def any_device() -> Iterator[None]:
+    """Fusions before autograd decide as on a GPU; the operations have a meaning on every device."""
+    from tests.support.on_a_gpu import on_a_gpu
+
+    with on_a_gpu():
+        yield
+
+
+@pytest.fixture
 def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """The line on stderr of a command that the user got wrong."""
 

@@ -19,6 +19,8 @@ from inductor_fusions.fusions.attention.short import terms
 
 #: Sizes that differ from each other, and of which no product is another one of them.
 BATCH, HEADS, Q_LEN, KV_LEN, DIM = 2, 3, 7, 13, 16
+LOWEST, INF = torch.finfo(torch.float32).min, float("inf")
+TRAIN = pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 
 Function = Callable[..., Any]
 
@@ -53,7 +55,7 @@ def visible(*shape: int, share: float = 0.6) -> torch.Tensor:
     return mask
 
 
-def additive(mask: torch.Tensor, fill: float = torch.finfo(torch.float32).min) -> torch.Tensor:
+def additive(mask: torch.Tensor, fill: float = LOWEST) -> torch.Tensor:
     """A boolean mask as a bias: 0 where a key is seen, else `fill`."""
     return torch.zeros(mask.shape).masked_fill(~mask, fill)
 

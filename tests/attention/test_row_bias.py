@@ -18,7 +18,7 @@ from torch import nn
 
 from inductor_fusions import config
 from inductor_fusions.fusions.attention import row_bias
-from tests.attention.support import capture, check, code_for_a_gpu, flex_everywhere, qkv
+from tests.attention.support import TRAIN, capture, check, code_for_a_gpu, flex_everywhere, qkv
 from tests.attention.test_block_masks import LOWEST
 
 B, H, S = 3, 2, 24
@@ -129,7 +129,7 @@ def alibi_alone(q, k, v, pad):
 MODELS = {"bloom": bloom, "padded": padded, "added": added, "alibi alone": alibi_alone}
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@TRAIN
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_model(name: str, side: str, train: bool) -> None:
@@ -273,7 +273,7 @@ def test_deterministic_training_keeps_another_kernel() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@TRAIN
 def test_generated_code_holds_no_mask_of_pairs(train: bool) -> None:
     """The row alone is passed to the operation, which expands it; no buffer has a column for each query."""
     length, dim = 512, 16

@@ -10,13 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from inductor_fusions import config, reporting, testing
-from inductor_fusions.fusions.lora import merged
 
 
 @pytest.fixture(autouse=True)
-def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU."""
-    monkeypatch.setattr(merged, "check_device", lambda value: None)
+def on_hopper(any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
 

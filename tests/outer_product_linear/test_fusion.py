@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from inductor_fusions import config, testing
 from inductor_fusions.fusion import LeftToStock
-from inductor_fusions.fusions import outer_product_linear
 from inductor_fusions.fusions.outer_product_linear import check_kernel, op
 from inductor_fusions.fusions.outer_product_linear.op import (
     FACTORS,
@@ -25,29 +25,21 @@ from inductor_fusions.fusions.outer_product_linear.op import (
     WEIGHT,
     outer_products,
 )
+from tests.attention.support import rand
 
 ROWS, P, Q, N = 6, 5, 7, 9
 
 Function = Callable[..., Any]
 
 
-@pytest.fixture(autouse=True)
-def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU; the operation has a meaning on every device."""
-    monkeypatch.setattr(outer_product_linear, "check_kernel", lambda out: None)
-
-
-def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape).to(dtype).requires_grad_()
+pytestmark = pytest.mark.usefixtures("any_device")
 
 
 def operands() -> tuple[torch.Tensor, ...]:
     return rand(ROWS, P), rand(ROWS, Q), rand(N, P * Q), rand(N)
 
 
-def check(fn: Function, inputs: Any, **options: Any) -> testing.Checked:
-    return testing.check(fn, inputs, **{"backend": testing.EAGER_AFTER_PASSES, "slack": 4.0, **options})
-
+check = partial(testing.check, backend=testing.EAGER_AFTER_PASSES, slack=4.0)
 
 SPELLINGS: dict[str, Function] = {
     "index": lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w, b),

@@ -20,7 +20,8 @@ from inductor_fusions.fusions.linear_epilogue import MOST_ROWS
 from tests import blocks
 from tests.gpu import templates
 from tests.models import zoo
-from tests.seed_systems.support import LOWEST, QUICK, check, launched, leaf, on, padding, qkv
+from tests.seed_systems.support import LOWEST, QUICK, check, launched, leaf, padding, qkv
+from tests.support.devices import on
 from tests.support.errors import assert_within_budget
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -300,6 +300,7 @@ def _fuse(fusion: Fusion, candidate: Candidate, number: int, named: set[fx.Graph
                 )
             with changes.reading(fusion, graph):
                 candidate.guard()
+            site.details = candidate.describe()  # the guard may have left out a part of it
             if attempt is not None and key in attempt.without.sites:
                 return attempt.failed(site), 1
             if not _wanted(site):

@@ -93,10 +93,17 @@ def of_two_sets(row: fx.Node) -> str:
     if (made.dim(), flat.dim()) != (3, 2) or not known_true(flat.shape[0] == made.shape[0]) or not sides:
         return ""
     if kept == [False, False]:
-        return "the vectors of two sets are multiplied, and all products are read"
-    inner = read(sides[1])  # x @ (x.mT @ w), as Wukong compresses x @ x.mT
-    begins = inner is not None and inner.name in PRODUCTS and permuted_by(inner.input, [0, 2, 1]) is sides[0]
-    return BY_MATRICES if begins else ""
+        both = _are_of_samples(op)
+        return "the vectors of two sets are multiplied, and all products are read" if both else ""
+    first, inner = sides[0], read(sides[1])  # (x @ x.mT) @ w or x @ (x.mT @ w), as in Wukong
+    begins = inner is not None and inner.name in PRODUCTS and permuted_by(inner.input, [0, 2, 1]) is first
+    return BY_MATRICES if begins or _squared_at(first) else ""
+
+
+def _are_of_samples(op: Op) -> bool:
+    """Whether both operands of a product have its first dim: otherwise one is a weight."""
+    found = equation_of(op)
+    return found is not None and all(found.result[0] in side for side in (found.first, found.second))
 
 
 def _of_largest(op: Op) -> str:

@@ -162,7 +162,9 @@ class Adapted(Candidate):
 
     def _check_adapter(self, a: Adapter, x: torch.Tensor) -> None:
         right, left = value(a.up.b), value(a.down.b)
-        if right.dtype != left.dtype or right.dtype not in (x.dtype, torch.float32):
+        if right.dtype != left.dtype:
+            raise Reason.MIXED_DTYPES.rejected("the two matrices of an adapter have different dtypes")
+        if right.dtype not in (x.dtype, torch.float32):
             raise Reason.MIXED_DTYPES.rejected("the adapters have neither the dtype of the base nor float32")
         if right.dtype != x.dtype and x.dtype != torch.bfloat16:
             raise Reason.MIXED_DTYPES.left_to_stock("the adapters are float32 and the base is float16")

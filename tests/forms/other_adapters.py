@@ -331,10 +331,16 @@ def mixture_by_einsum(x: Any, w: Any, a: Any, b: Any, gate: Any) -> Any:
     return F.linear(x, w) + torch.einsum("bseo,bse->bso", experts, weights)
 
 
-@form(LONG, "frozen 128x64", (8, 8, 8), left=(1, 1), reasons=("limit", "limit"))
+@form(LONG, "frozen 128x64", (8, 8, 8), left=(1, 1), reasons=("linear's input", "linear's input"))
 def rotated_input(x: Any, w: Any, q: Any) -> Any:
     """OFT: as many columns as a block has are rotated at a time."""
     return F.linear(torch.einsum("...gi,gij->...gj", x.view(2, 48, 8, 8), q - q.mT).reshape(2, 48, 64), w)
+
+
+@form(LONG, "frozen 128x64", (8, 8, 8), left=(1, 1), reasons=("linear's weight", "linear's weight"))
+def rotated_weight(x: Any, w: Any, q: Any) -> Any:
+    """OFT on the other operand, as a batch of products."""
+    return F.linear(x, torch.einsum("bij,obj->obi", q, w.view(128, 8, 8)).reshape(128, 64))
 
 
 @form(LONG, "frozen 128x64", (8, 8, 8), (8, 8, 8), left=(1, 1), reasons=("limit", "limit"))

@@ -66,6 +66,10 @@ ROTATED = Reason.LIMIT(
     "blocks of the columns of the linear's input are multiplied by a matrix each (OFT), a batch of products, "
     "and the kernels support one matrix each"
 )
+ROTATED_WEIGHT = Reason.LIMIT(
+    "blocks of the columns of the linear's weight, or of another right operand, are multiplied by a matrix "
+    "each (OFT), a batch of products, and the kernels support one matrix each"
+)
 REPEATED = Reason.SHAPES("the result of a skinny GEMM is repeated to the columns of the base (MoRA)")
 MERGED = Reason.MERGED(
     "the matrices of a batch, one for each expert, are added to products of low rank in each step"
@@ -122,7 +126,7 @@ def _of_up(up: fx.Node) -> str:
             left, right = map(repeated_matrix, _batch_operands(up))
             said = BATCH if left is right is None else PART if left is None else TURNED
             return said if _is_added(up, (*_TURNED, *RESHAPES, *_SUMS), first, x=x) else ""
-        return MERGED if _is_merged(_batch_operands(up)[1]) else ROTATED if _rotates(up) else ""
+        return MERGED if _is_merged(_batch_operands(up)[1]) else _of_rotation(up)
     if up.target is aten._fft_c2r.default:
         return CIRCULANT if _is_added(up, (*_TURNED, *RESHAPES, *CASTS)) else ""
     if up.target is aten._fft_c2c.default:
@@ -206,8 +210,8 @@ def _is_added(
     return any(_adds_product(each) and has_base(each) for each in additions_behind([node, *ends]))
 
 
-def _rotates(node: fx.Node) -> bool:
-    """Whether square matrices multiply blocks of the columns of a matrix, whose product with another is next.
+def _of_rotation(node: fx.Node) -> str:
+    """Why square matrices that multiply blocks of the columns of a linear's operand are left; else "".
 
     The blocks are no activations: a linear attention looks the same otherwise.
     """
@@ -219,11 +223,14 @@ def _rotates(node: fx.Node) -> bool:
     width = value(source).shape[-1] if tensor(source) is not None and value(source).dim() else 0
     sizes = all(isinstance(size, int) for size in (rank, columns, width))
     if not sizes or rank != columns or rank > MOST_RANK or width <= rank or width % rank:
-        return False
+        return ""
     if _is_computed(blocks):
-        return False
+        return ""
     behind = users_behind(node, frozenset((*_TURNED, *RESHAPES)))
-    return any(p is not None and p.inner == width for p in map(product, behind))
+    linears = [p for p in map(product, behind) if p is not None and p.inner == width]
+    if not linears:
+        return ""
+    return ROTATED if any(turned(p.a) is node for p in linears) else ROTATED_WEIGHT
 
 
 def _is_computed(matrices: fx.Node) -> bool:

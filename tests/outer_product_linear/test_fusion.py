@@ -105,6 +105,16 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
             torch.einsum("...bac,...dae->...bdce", u[None], v[None]).flatten(-2).double().float() / 5, w, b
         ), "summed",
     ),
+    "a state, summed over a sequence": (
+        lambda u, v, w, b: F.linear(torch.einsum("bli,blj->bij", u[None], v[None]).flatten(1), w, b),
+        "summed",
+    ),
+    "rotated points": (  # a product of matrices, whose sums are over the coordinates
+        lambda u, v, w, b: F.linear(
+            torch.einsum("bji,bhj->bhi", u[:, :, None].expand(-1, P, Q), v[:, None, :P].expand(-1, P, -1))
+            .flatten(1), w, b
+        ), None,
+    ),
     "divided in between": (
         lambda u, v, w, b: F.linear(torch.einsum("bi,bj->bij", u, v).flatten(1) / 5, w, b), "is between",
     ),
@@ -137,6 +147,9 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     ),
     "bilinear": (lambda u, v, w, b: F.bilinear(u, v, w.view(N, P, Q), b), "bilinear"),
     "both sides of a weight": (lambda u, v, w, b: (u @ w[:P, :Q] @ v.T).sigmoid(), "through a weight"),
+    "both sides of a matrix, of one tensor": (  # BOFT's order of rows and columns
+        lambda u, v, w, b: (v @ w[:Q, :Q] @ v.T).sigmoid(), "by one tensor",
+    ),
     "both sides of a weight, normalised": (
         lambda u, v, w, b: (u @ w[:P, :Q] @ v.T / 3).log_softmax(-1), None,
     ),

@@ -28,6 +28,12 @@ _POINTWISE = frozenset("mul div relu tanh sigmoid dropout".split())
 _NORMALISED = frozenset("softmax _softmax log_softmax logsumexp cross_entropy exp".split())
 _SCORES = VIEWS | CASTS | TRANSPOSES | frozenset("mul div add sub masked_fill where".split())
 COLUMNS = "a convolution reads the products of the rows, as channels of each column"
+_SUMMED = (
+    "outer products are summed before the linear, as in an outer product mean or in a state, which is a sum "
+    "over a sequence"
+)
+_OF_ONE = "u @ w @ u.T multiplies a matrix by one tensor from both sides, as two products of matrices"
+_OF_TWO = "u @ w @ v.T multiplies rows of two tensors through a weight, as two products of matrices"
 BETWEEN = "another operation is between the outer product and the linear"
 #: Views that keep the elements in their order. An index that only adds dims is one as well.
 _VIEWS = VIEWS | {"contiguous"}
@@ -78,7 +84,7 @@ def unsupported(node: fx.Node) -> str:
     if op is not None and op.name == "einsum":
         return _of_three(op)
     if op is not None and op.name == "matmul" and _is_bilinear(op):
-        return "u @ w @ v.T multiplies rows of two tensors through a weight, as two products of matrices"
+        return _OF_ONE if _is_of_one(op) else _OF_TWO
     x: Any = op.rest[0] if op is not None and op.name == "conv1d" and op.rest else None
     found, dim = linear_of(node), -1
     if x is not None:  # channels are products, of each row (xDeepFM)
@@ -116,6 +122,12 @@ def _is_bilinear(op: Op) -> bool:
     if w.dim() != 2 or is_transposed(inner["other"]) or not known_true(2 * w.shape[1] > w.shape[0]):
         return False
     return not _is_normalised(op)
+
+
+def _is_of_one(op: Op) -> bool:
+    """Whether a product `u @ w @ v.T` has one tensor as u and v, such as a permutation of w."""
+    inner, turned = read(op.input), read(op["other"])
+    return inner is not None and turned is not None and turned.input is inner.input
 
 
 def _is_normalised(op: Op) -> bool:
@@ -180,13 +192,18 @@ def _of_other_einsum(op: Op, made: torch.Tensor, width: Any, inner: bool) -> str
         at = made.dim() - len(result) + end  # of the dim behind them
         sizes = made.shape[at - len(factors) : at]
         if sorted(own) == [[i] for i in range(len(factors))] and known_true(math.prod(sizes) == width):
+            ends = [factors[i] for (i,) in own]
             break
     else:
         return ""
     if len(factors) > 2:
         return "the linear reads products of more than two tensors"
     if set(inputs) - set(result) - {","}:
-        return "outer products are summed before the linear, as in an outer product mean"
+        # What sums over the dim behind the rows of one factor is a product of matrices, such as a rotation.
+        in_rows = all(
+            factor.endswith(letter + result[end:]) for factor, letter in zip(ends, letters, strict=True)
+        )
+        return _SUMMED if in_rows else ""
     if inner:
         return COLUMNS
     shapes = [held.shape for side in op.rest if (held := tensor(side)) is not None]

@@ -385,3 +385,16 @@ def mora(x: Any, w: Any, m: Any) -> Any:
 def adapters_of_experts(x: Any, w: Any, a: Any, b: Any) -> Any:
     """PEFT's ParamWrapper on a parameter of all experts."""
     return torch.bmm(x, w + torch.einsum("ore,eri->eio", b, a) * 2.0)
+
+
+@form((2, 48, 64), "frozen 64x16", (16, 8), (16, 8), left=(1, 1), silent="lora")
+def scores_of_all_pairs(x: Any, w: Any, a: Any, b: Any) -> Any:
+    """Graph attention: each of the one score is added to each of the other."""
+    h = x @ w
+    return ((h @ a)[:, :, None] + (h @ b)[:, None]).relu()
+
+
+@form((2, 48, 64), "frozen 64x16", (16, 64), (16, 64), left=(1, 1), reasons=("broadcasts", ""))
+def features_of_all_pairs(x: Any, w: Any, a: Any, b: Any) -> Any:
+    h = x @ w
+    return ((h @ a)[:, :, None] + (h @ b)[:, None]).relu()

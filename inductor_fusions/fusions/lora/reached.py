@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -93,6 +94,10 @@ def alone(up: fx.Node) -> Said:
             return Reason.BEHIND_ADAPTER(
                 "the result of the adapter passes through torch.where, which can remove NaN"
             )
+        if adds_pairs(user):
+            return Reason.NO_BASE(
+                "the sum that reads the result of the two products broadcasts all its terms"
+            )
         if summands(user) or added_matrix(product(user)) is node:
             return NO_PRODUCT
         if by is None and user.target not in RESHAPES and user.target not in CASTS and scaled(user) is None:
@@ -113,9 +118,20 @@ def _read_elsewhere(node: fx.Node) -> Said:
     return guards.read_elsewhere("the result of the adapter", node.users, reason)
 
 
+def adds_pairs(top: fx.Node) -> bool:
+    """Whether an addition broadcasts all its terms, to add each element of one to each of another."""
+    terms = summands(top)
+    return bool(terms) and not any(has_size_of(x, top) for x, _ in terms)
+
+
+def sums_behind(ups: Iterable[fx.Node]) -> list[fx.Node]:
+    """The additions behind products, but those of all pairs."""
+    return [top for top in additions_behind(ups) if not adds_pairs(top)]
+
+
 def is_added_to_product(node: fx.Node) -> bool:
     """Whether a sum behind a node has a product among its other terms."""
-    for before, top in enumerate(additions_behind([node])):
+    for before, top in enumerate(sums_behind([node])):
         terms = [x for x, _ in summands(top) if isinstance(x, fx.Node)]
         # A sum before this one, which is a term of it, counts as a product.
         if sum(map(leads_to_products, terms)) > min(before, 1):

@@ -15,13 +15,20 @@ import torch
 from torch import fx
 
 from ..._inductor import known_true
-from ...graph.additions import added_matrix, additions_behind, has_size_of, is_sum, summands
+from ...graph.additions import added_matrix, has_size_of, is_sum, summands
 from ...graph.products import CASTS, RESHAPES, Product, is_floating, product, restored, through
 from ...operands import holds, value
 from ...reasons import Reason
 from .adapters import Adapter, Step, adapter_of, step, weighted
 from .columns import parts_of
-from .reached import NO_PRODUCT, alone, is_added_to_product, leads_to_adapter, leads_to_products
+from .reached import (
+    NO_PRODUCT,
+    alone,
+    is_added_to_product,
+    leads_to_adapter,
+    leads_to_products,
+    sums_behind,
+)
 
 aten = torch.ops.aten
 
@@ -94,7 +101,7 @@ def linears(products: Sequence[Product]) -> list[Linear]:
     found: list[Linear] = []
     taken: set[fx.Node] = set()
     problems: dict[fx.Node, str] = {}
-    for node in reversed(additions_behind(a.up.node for a in adapters)):
+    for node in reversed(sums_behind(a.up.node for a in adapters)):
         if node not in taken:
             read = _read(node)
             if read.problem:  # perhaps what it adds is a linear
@@ -112,7 +119,7 @@ def linears(products: Sequence[Product]) -> list[Linear]:
         rank, sizes = value(a.up.a).shape[1], (value(a.down.a).shape[1], value(node).shape[1])
         plain = a.middle is None and not any(known_true(size < 2 * rank) for size in sizes)
         # Several may read it: the gradient of a factor does as well.
-        added = bool(additions_behind([node])) or any(map(is_added_to_product, node.users))
+        added = bool(sums_behind([node])) or any(map(is_added_to_product, node.users))
         if node not in inside and (plain or added):
             found.append(Linear(node, problem=problems.get(node) or alone(node)))
     return sorted(found, key=lambda linear: linear.root)

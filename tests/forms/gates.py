@@ -105,7 +105,7 @@ def clamped_behind_the_gate(x: Any, w: Any) -> Any:
     return F.silu(gate).clamp(max=7.0) * up.clamp(-7.0, 7.0)
 
 
-@form((4, 48, 64), (4, 64, 256), (4, 256), reasons=("limit", "limit"))
+@form((4, 48, 64), (4, 64, 256), (4, 256), reasons=("parts of one batch", "parts of one batch"))
 def packed_experts(x: Any, w: Any, b: Any) -> Any:
     """Experts beside each other, as Llama 4 and GPT-OSS have them."""
     gate, up = (torch.bmm(x, w) + b[:, None]).chunk(2, dim=-1)
@@ -123,6 +123,19 @@ def experts_of_each_token(x: Any, w: Any, v: Any) -> Any:
 @form((4, 48, 64), (4, 48, 64), (4, 64, 256), reasons=("one operand in common", "one operand in common"))
 def batches_that_share_a_weight(x: Any, y: Any, w: Any) -> Any:
     return F.silu(torch.bmm(x, w)) * torch.bmm(y, w)
+
+
+@form((2, 48, 16), (2, 16, 16), silent="gated_mlp")
+def weights_of_two_attentions(q: Any, k: Any) -> Any:
+    """Each softmax is a site of attention."""
+    scores = q @ k.mT
+    return scores[..., :8].softmax(-1) * scores[..., 8:].softmax(-1)
+
+
+@form((2, 48, 16), (2, 16, 16), reasons=("parts of one batch", "parts of one batch"))
+def scores_times_a_softmax(q: Any, k: Any) -> Any:
+    scores = q @ k.mT
+    return scores[..., :8].softmax(-1) * scores[..., 8:].tanh()
 
 
 @form((4, 48, 64), (4, 64, 256), (4, 256, 64), reasons=("batch of products", "batch of products"))

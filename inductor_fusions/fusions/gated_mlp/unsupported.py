@@ -112,6 +112,8 @@ def other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], 
             return pair, _OF_OTHERS
         plain = plain and not any(side.bends for side in sides)
         return (pair, _OF_RANKS) if plain and _is_of_ranks(root, ends) else None
+    if all(_of_many(end) for end in ends) and all(map(_is_softmax, root.args)):
+        return None  # weights of attentions
     functions = [name or ", ".join(sorted(side.names)) for name, side in zip(known, sides, strict=True)]
     return pair, _why(ends, functions, any(side.mixed for side in sides))
 
@@ -179,6 +181,16 @@ def _is_read(part: fx.Node) -> bool:
     """Whether a part, or a permutation, is of a tensor or of what `split` returns; no norm's result is."""
     source: Any = part.args[0]
     return tensor(source) is not None or source.target in SPLITS
+
+
+def _is_softmax(weights: Any) -> bool:
+    """Whether a factor is a softmax: exp(scores) / sum(exp(scores))."""
+    quotient = through(weights, RESHAPES | CASTS) if isinstance(weights, fx.Node) else None
+    if quotient is None or quotient.target is not aten.div.Tensor:
+        return False
+    exp, total = quotient.args
+    summed = isinstance(total, fx.Node) and total.target is aten.sum.dim_IntList and total.args[0] is exp
+    return summed and isinstance(exp, fx.Node) and exp.target is aten.exp.default
 
 
 def _summed(node: fx.Node) -> list[fx.Node]:
@@ -288,6 +300,11 @@ def _why(sides: list[fx.Node], functions: list[str], mixed: bool) -> Said:
     many = [whole.target for side in sides if (whole := _of_many(side)) is not None]
     if any(target in _CONVOLUTION for target in many):
         return CONVOLUTION
+    if len(many) == 2 and _inputs(sides[0]) == _inputs(sides[1]):
+        return Reason.LIMIT(
+            "gate and up are parts of one batch of products (packed experts, or scores), and the kernel "
+            "supports one matrix each"
+        )
     if many:
         return Reason.LIMIT(
             "gate and up are batches of products with one operand in common (experts, or an input whose rows "

@@ -114,6 +114,19 @@ def test_small_head_dim() -> None:
         unfused(scored(torch.tanh), qkv(dim=8), "head dims of at least 16")
 
 
+REPLACED = {
+    "masked_fill": lambda s, m: s.masked_fill(m > 0.0, -100.0),
+    "where": lambda s, m: torch.where(m > 0.0, s, -100.0),
+}
+
+
+@pytest.mark.parametrize("written", REPLACED)
+def test_reason_names_what_is_written(written: str) -> None:
+    inputs = (*qkv(dim=8), torch.randn(Q_LEN, KV_LEN))
+    with flex_everywhere():
+        unfused(scored(REPLACED[written]), inputs, f"the scores pass through {written}, and")
+
+
 def test_dropout() -> None:
     def fn(q, k, v):
         weights = torch.softmax(torch.tanh(q @ k.mT), dim=-1)

@@ -187,7 +187,7 @@ def _stage(
     stage: Stage, target: Sequence[Any], interpreter: Interpreter
 ) -> tuple[Stage, list[tuple[float, Operand]], Operand | None]:
     if any(term.fill is not None or term.floor is not None for term in stage.terms):
-        raise Reason.MASK.rejected(f"the scores are masked before {stage.function}")
+        raise Reason.MASK.rejected(f"the scores are masked before {stage.called}")
     biases = [(term.factor, _term_operand(term, target, interpreter)) for term in stage.terms]
     operand = None if stage.operand is None else _term_operand(stage.operand, target, interpreter)
     return stage, biases, operand

@@ -71,8 +71,8 @@ def choose(problem: Problem, call: Call | None = None) -> KernelChoice:
     _check_copies(problem)
     unable = flex.takes(problem)
     if problem.stages and unable:
-        function = problem.stages[-1][0].function
-        raise Reason.IN_BETWEEN.left_to_stock(f"the scores pass through {function}, and {unable}")
+        called = problem.stages[-1][0].called
+        raise Reason.IN_BETWEEN.left_to_stock(f"the scores pass through {called}, and {unable}")
     is_sparse = _is_sparse(problem)
     flexible = not unable and (problem.structure is not None or not problem.mask_nodes)
     if call is not None:

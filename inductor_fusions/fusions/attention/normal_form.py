@@ -81,6 +81,7 @@ class Stage:
         scale, scalers, terms: as in `Attention`, before the function.
         function: name in `SCORE_FUNCTIONS`, or "mul", "div" (by `operand`), "where" (`operand` is the
             condition under which `numbers[0]` replaces a score), "where_not".
+        called: what the caller wrote, such as "masked_fill" for "where".
         numbers: arguments of the function after the score.
         operand: a tensor that varies over queries or keys.
     """
@@ -89,6 +90,7 @@ class Stage:
     scalers: list[tuple[str, fx.Node, tuple[Any, ...]]]
     terms: list[Term]
     function: str
+    called: str
     numbers: tuple[float | None, ...] = ()
     operand: Term | None = None
 

@@ -253,7 +253,7 @@ class Walk:
         site = self.seen(op, scores, Below(below.at))
         if site.sink is not None:
             raise Reason.SINK.rejected(f"{op.name} is applied to an attention sink")
-        stage = Stage(site.scale, site.scalers, site.terms, function, numbers, operand)
+        stage = Stage(site.scale, site.scalers, site.terms, function, op.name, numbers, operand)
         site.stages.append(stage)
         site.scale, site.scalers, site.terms = below.factor, list(below.scalers), []
         return site

@@ -247,11 +247,13 @@ def own_settings() -> dict[str, str]:
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether the process cannot use its device any more."""
-    accelerator_error = getattr(torch, "AcceleratorError", None)
-    if accelerator_error is not None and isinstance(error, accelerator_error):
-        return True
-    return "CUDA error" in str(error)
+    """Whether the process cannot use its device any more. A library that got no memory can."""
+    text = str(error)
+    if "ALLOC_FAILED" in text:
+        return False
+    accelerator_error = getattr(torch, "AcceleratorError", ())
+    told = ("CUDA error", "illegal memory", "device-side assert")  # Triton has its own words
+    return isinstance(error, accelerator_error) or any(each in text for each in told)
 
 
 def one_line(error: BaseException, length: int = 160) -> str:

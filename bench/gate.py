@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench import common, plots, suites
+from bench import common, plots, suites, tuning
 from bench import compare as comparing
 from inductor_fusions.cli.common import (
     PROG,
@@ -192,14 +192,15 @@ def _measure(
         suites.prepare(missing, device)
         settings = suites.Settings(device, quick, repeat, autotune)
         with common.Progress(len(missing)) as progress:
-            for entry, row in suites.run(missing, settings, lambda: limit.left, progress.say):
-                if row["failed"].get("case") is None:
-                    results.append(row)
-                else:  # not kept in the file: the next run tries again
-                    results.data.setdefault("failed", []).append(row)
-                progress.step(f"{entry.name}: {_in_short(row)}")
-        failed: list[dict[str, Any]] = results.data.pop("failed", [])
-        return {**results.data, "rows": [*results.rows, *failed], "left": len(missing) - progress.done}
+            measured = suites.run(missing, settings, lambda: limit.left, progress.say)
+            failed = tuning.keep(results, (row for _, row in measured), _in_short, progress)
+        rows = [*results.rows, *map(_of_failed, failed)]
+        return {**results.data, "rows": rows, "left": len(missing) - progress.done}
+
+
+def _of_failed(row: dict[str, Any]) -> dict[str, Any]:
+    """A case that failed, with the columns that every row has."""
+    return {**row, "failed": {"case": row["failed"]}, "ratio": {}, "median_ms": {}, "correct": None}
 
 
 @contextlib.contextmanager
@@ -260,8 +261,8 @@ def _show(data: dict[str, Any], verdict: dict[str, Any], compared: bool) -> None
     out.print(means)
     if data["left"]:
         out.print(
-            f"{data['left']} cases are left: the time was up. --out FILE keeps what was measured, "
-            "--budget sets the limit"
+            f"{data['left']} cases are left: the time was up, or the device is lost. --out FILE keeps what "
+            "was measured, --budget sets the limit"
         )
     if verdict["worse"]:
         what = "the earlier run" if compared else "stock"

@@ -23,8 +23,6 @@ from bench.common import (
     device_milliseconds,
     free,
     interleave,
-    is_fatal,
-    one_line,
     peak_bytes,
 )
 from bench.model_cases import (
@@ -46,6 +44,7 @@ from bench.models.variants import (
     wanted_variants,
 )
 from bench.pool import FileLock
+from bench.tuning import tried
 
 #: Seconds of a block of training steps with adapters, whose many short kernels the host must launch ahead of
 #: the device: they follow each other, as in a loop that does not wait for each.
@@ -214,14 +213,16 @@ def work(task: tuple[Case, Settings, bool], path: Path) -> tuple[Json, bool]:
     case, settings, fused_first = task
     set_up()
     lock, start = FileLock(path), time.monotonic()
-    try:
+
+    def measured() -> Json:
         with lock.shared():
             warm_up(settings.device)
-        row = measure(case, settings, fused_first, lambda text: None, lock)
-    except Exception as error:
-        return {"failed": one_line(error, 300)}, not is_fatal(error)
-    free(settings.device)
-    return {**row, "seconds": round(time.monotonic() - start, 1)}, True
+        return measure(case, settings, fused_first, lambda text: None, lock)
+
+    row, usable = tried(measured)
+    if usable:
+        free(settings.device)
+    return {**row, "seconds": round(time.monotonic() - start, 1)}, usable
 
 
 @functools.cache

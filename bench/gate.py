@@ -36,55 +36,63 @@ NAMES = (*suites.SUITES, *suites.GROUPS)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 
+Suite = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help=f"{', '.join(NAMES)}; may be given again. Default: all."),
+]
+Only = Annotated[
+    str, typer.Option(metavar="REGEX", help="Only cases whose name matches this regular expression.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="The results file. Cases that it already has are not measured again."),
+]
+Seconds = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Limit the run to this many seconds: a case that would exceed it is not started. Default: "
+        f"{QUICK_SECONDS:.0f} for each --repeat with --quick, else no limit.",
+    ),
+]
+Repeat = Annotated[
+    int, typer.Option(min=1, help="Time each case this often; the runs give the noise of its ratio.")
+]
+Compare = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="A results file of an earlier run; its ratios are compared."),
+]
+FailUnder = Annotated[
+    float | None,
+    typer.Option(
+        metavar="RATIO",
+        help="Fail if the new ratio over the old one is below this; without --compare: if stock over "
+        "fused is. Default: 0.97 with --compare, else no limit.",
+    ),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Write plots as PNG and SVG: speedups, a roofline, curves."),
+]
+
+
 @app.command(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 no case is worse than the limit; 1 a case is worse by more than its noise, exceeds "
     "its error budget, or failed; 2 a wrong argument. Needs a checkout.",
 )
 def bench(
-    suite: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help=f"{', '.join(NAMES)}; may be given again. Default: all."),
-    ] = None,
-    only: Annotated[
-        str, typer.Option(metavar="REGEX", help="Only cases whose name matches this regular expression.")
-    ] = "",
+    suite: Suite = None,
+    only: Only = "",
     quick: Annotated[bool, typer.Option("--quick", help="A few cases, four minutes at most.")] = False,
     device: Annotated[Device, typer.Option(help="The device; auto: a GPU if there is one.")] = Device.auto,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="The results file. Cases that it already has are not measured again."
-        ),
-    ] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Limit the run to this many seconds: a case that would exceed it is not started. Default: "
-            f"{QUICK_SECONDS:.0f} for each --repeat with --quick, else no limit.",
-        ),
-    ] = None,
-    repeat: Annotated[
-        int, typer.Option(min=1, help="Time each case this often; the runs give the noise of its ratio.")
-    ] = 1,
+    out: Out = None,
+    budget: Seconds = None,
+    repeat: Repeat = 1,
     autotune: Annotated[bool, typer.Option("--autotune", help="Also time stock under max-autotune.")] = False,
-    compare: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A results file of an earlier run; its ratios are compared."),
-    ] = None,
-    fail_under: Annotated[
-        float | None,
-        typer.Option(
-            metavar="RATIO",
-            help="Fail if the new ratio over the old one is below this; without --compare: if stock over "
-            "fused is. Default: 0.97 with --compare, else no limit.",
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Write plots as PNG and SVG: speedups, a roofline, curves."),
-    ] = None,
+    compare: Compare = None,
+    fail_under: FailUnder = None,
+    plot: Plot = None,
     list_only: Annotated[bool, typer.Option("--list", help="Print the names of the cases and exit.")] = False,
     as_json: JsonFlag = False,
 ) -> None:

@@ -21,9 +21,11 @@ from typing import Any
 import torch
 
 import inductor_fusions
+from inductor_fusions.checking import budget
+from inductor_fusions.checking.budget import relative_error
 from inductor_fusions.worker.clock import Call, Timing, apart, interleave, summarize, synchronize
 
-__all__ = ["Timing", "apart", "summarize", "synchronize"]
+__all__ = ["Timing", "apart", "relative_error", "summarize", "synchronize"]
 
 Json = dict[str, Any]
 
@@ -223,18 +225,9 @@ def free(device: str) -> None:
     collect(device)
 
 
-def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """||value - reference|| / ||reference||, in float64; NaN stays NaN."""
-    reference = reference.detach().double()
-    norm = reference.norm()
-    difference = (value.detach().double() - reference).norm()
-    return float(difference / norm if norm > 0 else difference)
-
-
 def error_limit(unfused: float | None, dtype: torch.dtype) -> float:
-    """The error that is allowed: 1.5 times that of the unfused compiled form, plus eps of the dtype."""
-    eps = torch.finfo(dtype).eps
-    return 2 * eps if unfused is None else 1.5 * unfused + eps
+    """The error budget; where the unfused compiled form could not be measured, two eps of the dtype."""
+    return 2 * torch.finfo(dtype).eps if unfused is None else budget.limit(unfused, dtype)
 
 
 @contextlib.contextmanager
@@ -254,11 +247,13 @@ def own_settings() -> dict[str, str]:
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether the process cannot use its device any more."""
-    accelerator_error = getattr(torch, "AcceleratorError", None)
-    if accelerator_error is not None and isinstance(error, accelerator_error):
-        return True
-    return "CUDA error" in str(error)
+    """Whether the process cannot use its device any more. A library that got no memory can."""
+    text = str(error)
+    if "ALLOC_FAILED" in text:
+        return False
+    accelerator_error = getattr(torch, "AcceleratorError", ())
+    told = ("CUDA error", "illegal memory", "device-side assert")  # Triton has its own words
+    return isinstance(error, accelerator_error) or any(each in text for each in told)
 
 
 def one_line(error: BaseException, length: int = 160) -> str:

@@ -191,6 +191,53 @@ def model_of(subject: Subject, load: Load, folder: Path) -> torch.nn.Module:
 # Training ------------------------------------------------------------------------------------------------
 
 
+def data_of(subject: Subject, load: Load, folder: Path, seed: int, steps: int) -> dict[str, torch.Tensor]:
+    """The batches of a training, on the device."""
+    path, masked = folder / f"{subject.text}.npy", subject.architecture == "bert"
+    data = training_text.batches(path, steps, load.batch, seed, load.vocabulary, subject.padded, masked)
+    return {key: value.to(load.device) for key, value in data.items()}
+
+
+def optimizing(parameters: list[torch.nn.Parameter], rate: float, steps: int) -> tuple[Any, Any]:
+    """An optimizer, and its schedule: linear, with warm-up."""
+    optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.01, fused=True)
+    warm = max(1, steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm, (steps - step) / (steps - warm + 1))
+    )
+    return optimizer, schedule
+
+
+class Clock:
+    """Times of the steps of a training, which now and then waits for its device.
+
+    Attributes:
+        compile_s: seconds of the first step.
+        times: seconds of a step, mean of each block of steps behind the first.
+    """
+
+    def __init__(self, device: str, steps: int, name: str) -> None:
+        self.device, self.steps, self.name = device, steps, name
+        self.block = max(1, min(50, steps // 4))
+        self.compile_s, self.times = 0.0, list[float]()
+        self._start = time.perf_counter()
+
+    def tick(self, step: int, loss: torch.Tensor) -> None:
+        """A step is done; every fourth block is told."""
+        if step % self.block:
+            return
+        synchronize(self.device)
+        seconds = time.perf_counter() - self._start
+        if step == 0:
+            self.compile_s = seconds
+        else:
+            self.times.append(seconds / self.block)
+            if step % (4 * self.block) == 0:
+                told = f"step {step} of {self.steps}, loss {float(loss):.3f}, {self.times[-1] * 1e3:.1f} ms"
+                print(f"  {self.name}: {told}", file=sys.stderr, flush=True)
+        self._start = time.perf_counter()
+
+
 def train(
     model: torch.nn.Module,
     subject: Subject,
@@ -216,22 +263,9 @@ def train(
     import inductor_fusions
     from inductor_fusions import config
 
-    data = training_text.batches(
-        folder / f"{subject.text}.npy",
-        steps,
-        load.batch,
-        seed,
-        load.vocabulary,
-        subject.padded,
-        subject.architecture == "bert",
-    )
-    data = {key: value.to(load.device) for key, value in data.items()}
+    data = data_of(subject, load, folder, seed, steps)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, subject.rate, weight_decay=0.01, fused=True)
-    warm = max(1, steps // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warm, (steps - step) / (steps - warm + 1))
-    )
+    optimizer, schedule = optimizing(parameters, subject.rate, steps)
     losses, norms = torch.zeros(2, steps, device=load.device)
     torch._dynamo.reset()
     inductor_fusions.clear()
@@ -244,10 +278,7 @@ def train(
 
     compiled: Any = torch.compile(loss_of, dynamic=False)
     torch.manual_seed(seed)
-    block = max(1, min(50, steps // 4))
-    times: list[float] = []
-    start = time.perf_counter()
-    compile_s = 0.0
+    clock = Clock(load.device, steps, name)
     with config.patch(enabled=fused, policy=load.policy):
         for step in range(steps):
             loss = compiled(**{key: value[step] for key, value in data.items()})
@@ -257,21 +288,12 @@ def train(
             schedule.step()
             optimizer.zero_grad()
             losses[step] = loss.detach()
-            if step == 0:
-                synchronize(load.device)
-                compile_s, start = time.perf_counter() - start, time.perf_counter()
-            elif step % block == 0:
-                synchronize(load.device)
-                times.append((time.perf_counter() - start) / block)
-                if step % (4 * block) == 0:
-                    told = f"step {step} of {steps}, loss {float(losses[step]):.3f}, {times[-1] * 1e3:.1f} ms"
-                    print(f"  {name}: {told}", file=sys.stderr, flush=True)
-                start = time.perf_counter()
+            clock.tick(step, losses[step])
     return {
         "loss": [round(value, 4) for value in losses.tolist()],
         "grad_norm": [round(value, 3) for value in norms[::10].tolist()],
-        "step_ms": round(statistics.median(times) * 1e3, 2),
-        "compile_s": round(compile_s, 1),
+        "step_ms": round(statistics.median(clock.times) * 1e3, 2),
+        "compile_s": round(clock.compile_s, 1),
         "sites": site_counts(list(inductor_fusions.report())),
     }
 

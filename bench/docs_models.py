@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from bench.common import DTYPES
 from bench.compare import geometric_mean
 from bench.docs_pieces import (
     NONE,
@@ -24,6 +25,7 @@ from bench.docs_pieces import (
     table,
 )
 from bench.models.report import attentions
+from inductor_fusions.checking import budget
 
 #: Cases of the README's table, in this order; all cases are in docs/performance.md.
 README_CASES = (
@@ -42,14 +44,11 @@ LEVEL = 0.02
 BETTER = "`autotuned` is stock under max-autotune; where it was measured, the faster of the two counts."
 #: More memory or compile time than this, relative to stock, is told.
 MORE = 1.05
-#: An error may be this many times that of stock, plus eps of the dtype.
-ERROR_FACTOR = 1.5
 #: Titles of variants that are compiled from the same model, and of others.
 TITLES = {
     "stock": "stock", "autotuned": "stock autotuned", "fused": "fused", "fused_autotuned": "fused autotuned",
 }  # fmt: skip
 OTHERS = {"limit": "by hand", "sdpa": "sdpa path"}
-EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
 
 
 def ratio(row: Json, above: str, below: str) -> float | None:
@@ -255,7 +254,7 @@ def _errors(rows: Sequence[Json]) -> str:
         An error is the norm of the difference from the float64 result, divided by the norm of that result.
         `gradients` is the error of the gradients of all parameters as one vector. `worst gradient` is the
         error of the parameter that has the largest one. `tables` is the error of the gradients of position
-        tables, learned scales and sinks as one vector. The budget is {ERROR_FACTOR} times the error of stock
+        tables, learned scales and sinks as one vector. The budget is {budget.FACTOR} times the error of stock
         plus eps of the dtype; the output and `gradients` must stay within it. If stock ran out of memory, the
         model without `torch.compile` takes its place. A case with dropout is not compared: it draws other
         random numbers than stock.
@@ -308,8 +307,7 @@ def _more(row: Json, name: str, digits: int) -> str | None:
 
 def _worst_gradient(row: Json) -> str | None:
     stock, fused = error(row, "stock", "worst_grad"), error(row, "fused", "worst_grad")
-    eps = EPS.get(str(row.get("dtype")), 0.0)
-    if stock is None or fused is None or fused <= ERROR_FACTOR * stock + eps:
+    if stock is None or fused is None or fused <= budget.limit(stock, DTYPES[row["dtype"]]):
         return None
     where = row["error"]["fused"].get("worst_grad_of", "?")
     return f"{fused:.4f} in `{where}`, against {stock:.4f} for stock's worst"

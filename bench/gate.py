@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench import common, plots, suites
+from bench import common, plots, suites, tuning
 from bench import compare as comparing
 from inductor_fusions.cli.common import (
     PROG,
@@ -36,55 +36,63 @@ NAMES = (*suites.SUITES, *suites.GROUPS)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 
+Suite = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help=f"{', '.join(NAMES)}; may be given again. Default: all."),
+]
+Only = Annotated[
+    str, typer.Option(metavar="REGEX", help="Only cases whose name matches this regular expression.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="The results file. Cases that it already has are not measured again."),
+]
+Seconds = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Limit the run to this many seconds: a case that would exceed it is not started. Default: "
+        f"{QUICK_SECONDS:.0f} for each --repeat with --quick, else no limit.",
+    ),
+]
+Repeat = Annotated[
+    int, typer.Option(min=1, help="Time each case this often; the runs give the noise of its ratio.")
+]
+Compare = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="A results file of an earlier run; its ratios are compared."),
+]
+FailUnder = Annotated[
+    float | None,
+    typer.Option(
+        metavar="RATIO",
+        help="Fail if the new ratio over the old one is below this; without --compare: if stock over "
+        "fused is. Default: 0.97 with --compare, else no limit.",
+    ),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Write plots as PNG and SVG: speedups, a roofline, curves."),
+]
+
+
 @app.command(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 no case is worse than the limit; 1 a case is worse by more than its noise, exceeds "
     "its error budget, or failed; 2 a wrong argument. Needs a checkout.",
 )
 def bench(
-    suite: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help=f"{', '.join(NAMES)}; may be given again. Default: all."),
-    ] = None,
-    only: Annotated[
-        str, typer.Option(metavar="REGEX", help="Only cases whose name matches this regular expression.")
-    ] = "",
+    suite: Suite = None,
+    only: Only = "",
     quick: Annotated[bool, typer.Option("--quick", help="A few cases, four minutes at most.")] = False,
     device: Annotated[Device, typer.Option(help="The device; auto: a GPU if there is one.")] = Device.auto,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="The results file. Cases that it already has are not measured again."
-        ),
-    ] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Limit the run to this many seconds: a case that would exceed it is not started. Default: "
-            f"{QUICK_SECONDS:.0f} for each --repeat with --quick, else no limit.",
-        ),
-    ] = None,
-    repeat: Annotated[
-        int, typer.Option(min=1, help="Time each case this often; the runs give the noise of its ratio.")
-    ] = 1,
+    out: Out = None,
+    budget: Seconds = None,
+    repeat: Repeat = 1,
     autotune: Annotated[bool, typer.Option("--autotune", help="Also time stock under max-autotune.")] = False,
-    compare: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A results file of an earlier run; its ratios are compared."),
-    ] = None,
-    fail_under: Annotated[
-        float | None,
-        typer.Option(
-            metavar="RATIO",
-            help="Fail if the new ratio over the old one is below this; without --compare: if stock over "
-            "fused is. Default: 0.97 with --compare, else no limit.",
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Write plots as PNG and SVG: speedups, a roofline, curves."),
-    ] = None,
+    compare: Compare = None,
+    fail_under: FailUnder = None,
+    plot: Plot = None,
     list_only: Annotated[bool, typer.Option("--list", help="Print the names of the cases and exit.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -192,14 +200,15 @@ def _measure(
         suites.prepare(missing, device)
         settings = suites.Settings(device, quick, repeat, autotune)
         with common.Progress(len(missing)) as progress:
-            for entry, row in suites.run(missing, settings, lambda: limit.left, progress.say):
-                if row["failed"].get("case") is None:
-                    results.append(row)
-                else:  # not kept in the file: the next run tries again
-                    results.data.setdefault("failed", []).append(row)
-                progress.step(f"{entry.name}: {_in_short(row)}")
-        failed: list[dict[str, Any]] = results.data.pop("failed", [])
-        return {**results.data, "rows": [*results.rows, *failed], "left": len(missing) - progress.done}
+            measured = suites.run(missing, settings, lambda: limit.left, progress.say)
+            failed = tuning.keep(results, (row for _, row in measured), _in_short, progress)
+        rows = [*results.rows, *map(_of_failed, failed)]
+        return {**results.data, "rows": rows, "left": len(missing) - progress.done}
+
+
+def _of_failed(row: dict[str, Any]) -> dict[str, Any]:
+    """A case that failed, with the columns that every row has."""
+    return {**row, "failed": {"case": row["failed"]}, "ratio": {}, "median_ms": {}, "correct": None}
 
 
 @contextlib.contextmanager
@@ -260,8 +269,8 @@ def _show(data: dict[str, Any], verdict: dict[str, Any], compared: bool) -> None
     out.print(means)
     if data["left"]:
         out.print(
-            f"{data['left']} cases are left: the time was up. --out FILE keeps what was measured, "
-            "--budget sets the limit"
+            f"{data['left']} cases are left: the time was up, or the device is lost. --out FILE keeps what "
+            "was measured, --budget sets the limit"
         )
     if verdict["worse"]:
         what = "the earlier run" if compared else "stock"

@@ -33,7 +33,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import inductor_fusions
-from bench import cases, compare, model_cases, models_lora, modules, recommendation
+from bench import cases, compare, model_cases, models_lora, modules, recommendation, tuning
 from bench.common import (
     DTYPES,
     Json,
@@ -44,6 +44,7 @@ from bench.common import (
     fresh_cache,
     in_turn,
     interleave,
+    is_fatal,
     one_line,
     peak_bytes,
     switched,
@@ -218,7 +219,7 @@ def compiled_variants(
             if variant == "fused":
                 facts["sites"] = whole_models.site_counts(list(sites))
         except Exception as error:
-            if "CUDA error" in str(error):
+            if is_fatal(error):
                 raise
             facts["failed"][variant] = one_line(error, 300)
             continue
@@ -362,7 +363,7 @@ def prepare(todo: Sequence[Entry], device: str) -> None:
 def run(
     todo: Sequence[Entry], settings: Settings, left: Callable[[], float], say: Callable[[str], None]
 ) -> Iterator[tuple[Entry, Json]]:
-    """Measure cases one by one, and yield each with its row; one that failed has the reason under "failed".
+    """Measure cases one by one, and yield each with its row; one that failed has the reason as "failed".
 
     Args:
         left: seconds left; a case that would not end in time is left out. Operations and blocks are taken to
@@ -370,21 +371,23 @@ def run(
         say: told what is going on.
     """
     longest: dict[str, float] = {}
-    for entry in todo:
+
+    def may_start(entry: Entry) -> bool:
         expected = longest.get(entry.suite, entry.seconds)
         if entry.suite == "models":
             expected = entry.seconds * settings.repeats
-        if left() < expected:
-            say(f"{entry.name}: left out, {left():.0f} s are too few")
-            continue
+        if left() >= expected:
+            return True
+        say(f"{entry.name}: left out, {left():.0f} s are too few")
+        return False
+
+    def work(entry: Entry, _: Path) -> tuple[Json, bool]:
         start = time.monotonic()
-        try:
-            row = entry.measure(settings, lambda text, e=entry: say(f"{e.name}: {text}"))
-        except Exception as error:
-            if "CUDA error" in str(error):
-                raise
-            row = {"failed": {"case": one_line(error, 300)}, "ratio": {}, "median_ms": {}, "correct": None}
+        row, usable = tuning.tried(lambda: entry.measure(settings, lambda text: say(f"{entry.name}: {text}")))
         row["seconds"] = round(time.monotonic() - start, 1)
         longest[entry.suite] = max(row["seconds"], longest.get(entry.suite, 0.0))
-        free(settings.device)
-        yield entry, {"suite": entry.suite, "name": entry.name, "train": entry.train, **row}
+        if usable:
+            free(settings.device)
+        return {"suite": entry.suite, "name": entry.name, "train": entry.train, **row}, usable
+
+    return tuning.here(work, todo, may_start)

@@ -273,7 +273,7 @@ def choice(each: Timed, by: Constants | None) -> Config:
     """The configuration that a problem gets on a Hopper GPU, of those that were timed."""
     candidates = [found for found in configurations.candidates(each.problem, 90) if found in each.times]
     with (
-        mock.patch.object(heuristics, "capability", lambda device: 90),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         mock.patch.object(configurations, "candidates", lambda problem, arch: candidates),
         mock.patch.object(cost, "is_modelled", lambda problem, arch: by is not None),
         mock.patch.object(cost, "CONSTANTS", by),

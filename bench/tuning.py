@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -138,46 +138,59 @@ def measure(
     todo = [[row for row in group if options.again or row.key not in results] for group in groups]
     todo = [group for group in todo if group]
     total = sum(map(len, todo))
-    slowest, failed = seconds, []
+    slowest = seconds
+    tasks = {id(made): (made, group) for group in todo for made in [task(group)]}
 
-    def may_start() -> bool:
+    def may_start(_: object = None) -> bool:
         return budget.left > 1.5 * slowest
 
+    def measured() -> Iterator[Json]:
+        nonlocal slowest
+        for made, answer in _answers(work, [made for made, _ in tasks.values()], jobs, may_start, budget):
+            for row in _rows(answer, tasks[id(made)][1]):
+                slowest = max(slowest, _seconds(row))
+                yield row
+
     with Progress(total) as progress:
-        tasks = {id(made): (made, group) for group in todo for made in [task(group)]}
-        if jobs == 1:
-            answers = _here(work, [made for made, _ in tasks.values()], may_start)
-        else:
-            # The processes are parallel as it is.
-            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
-            answers = run_tasks(
-                work, [made for made, _ in tasks.values()], jobs, may_start, deadline=lambda: budget.left
-            )
-        for made, answer in answers:
-            for result in _rows(answer, tasks[id(made)][1]):
-                if isinstance(result.get("failed"), str):
-                    failed.append(str(result["key"]))
-                    progress.step(f"{result['key']}: failed: {result['failed']}")
-                    continue
-                results.append(result)
-                slowest = max(slowest, _seconds(result))
-                progress.step(f"{result['key']}: {describe(result)}")
+        failed = keep(results, measured(), describe, progress)
     left = total - progress.done
     print(f"{len(results.rows)} rows in {options.out}, {left} left, {len(failed)} failed")
     print(f"{budget.elapsed:.0f} s")
-    return results, failed
+    return results, [str(row["key"]) for row in failed]
+
+
+def keep(
+    results: Results, rows: Iterable[Json], describe: Callable[[Json], str], progress: Progress
+) -> list[Json]:
+    """Add rows to results as they are measured. Those with a reason as "failed" are not added, so that the
+    next run tries them again, but returned."""
+    failed = []
+    for row in rows:
+        if isinstance(row.get("failed"), str):
+            failed.append(row)
+            told = f"failed: {row['failed']}"
+        else:
+            results.append(row)
+            told = describe(row)
+        progress.step(f"{row.get('key') or row['name']}: {told}")
+    return failed
+
+
+def tried(measure_row: Callable[[], Json]) -> tuple[Json, bool]:
+    """What a measurement gives, or why it failed; and whether the process can go on."""
+    try:
+        return measure_row(), True
+    except Exception as error:
+        return {"failed": one_line(error, 300)}, not is_fatal(error)
 
 
 def each(task: tuple[MeasureRow, Any, argparse.Namespace], lock: Path) -> tuple[Json, bool]:
     """A worker: measure one row. `measure_s` is what is not compiling, where a row does not say it."""
     measure_row, row, options = task
     started = time.monotonic()
-    try:
-        found = measure_row(row, options, FileLock(lock))
-    except Exception as error:
-        return {"failed": one_line(error, 300)}, not is_fatal(error)
+    found, usable = tried(lambda: measure_row(row, options, FileLock(lock)))
     seconds = time.monotonic() - started - found.get("compile_s", 0.0)
-    return {"measure_s": round(seconds, 2), **found}, True
+    return {"measure_s": round(seconds, 2), **found}, usable
 
 
 def run(
@@ -242,12 +255,27 @@ def _rows(answer: Any, group: Sequence[Any]) -> list[Json]:
     return [{"key": group[0].key, **asdict(group[0]), **(answer or {"failed": DIED})}]
 
 
-def _here(work: Worker, tasks: Sequence[Any], may_start: Callable[[], bool]) -> Iterator[tuple[Any, Any]]:
-    """The answers of tasks that run in this process, until it cannot go on."""
+def _answers(
+    work: Worker, tasks: Sequence[Any], jobs: int, may_start: Callable[..., bool], budget: Budget
+) -> Iterator[tuple[Any, Any]]:
+    """Tasks with their answers, of this process or of others."""
+    if jobs == 1:
+        return here(work, tasks, may_start)
+    # The processes are parallel as it is.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
+    return run_tasks(work, tasks, jobs, may_start, deadline=lambda: budget.left)
+
+
+def here(work: Worker, tasks: Sequence[Any], may_start: Callable[[Any], bool]) -> Iterator[tuple[Any, Any]]:
+    """Tasks with their answers, worked on in this process until it cannot go on.
+
+    Args:
+        may_start: of a task, whether there is time for it; else it is left out.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for task in tasks:
-            if not may_start():
-                return
+            if not may_start(task):
+                continue
             answer, usable = work(task, Path(folder) / "device.lock")
             yield task, answer
             if not usable:

@@ -117,6 +117,11 @@ def check_policy(given: str) -> str:
     return given
 
 
+def always() -> bool:
+    """Whether the policy is to fuse whatever is proved to be correct, not only what pays."""
+    return bool(sys.modules[__name__].policy == "always")
+
+
 def variable_of(entry: str) -> str:
     """The environment variable of an entry."""
     return "INDUCTOR_FUSIONS" if entry == "enabled" else f"INDUCTOR_FUSIONS_{entry.upper()}"

@@ -12,6 +12,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _inductor, config
+from .decisions import unsupported
 from .fusion import Rejected
 
 log = logging.getLogger(__name__)
@@ -84,19 +85,17 @@ def launched(kernel: Any) -> Any:
     return torch.library.wrap_triton(kernel) if is_traced() else kernel
 
 
-def check_device(device: torch.device) -> None:
-    """Check that the kernel templates of the package support a device.
+def check_templates(device: torch.device) -> None:
+    """Check that the kernel templates of the package can be used on a device.
 
     Raises:
-        Rejected: it is not a CUDA device of compute capability 8.0 or later; or the passes are not installed,
-            so that Inductor's cache keys would not cover the kernel.
+        Rejected: it is no NVIDIA GPU of compute capability 8.0 or later; or the passes are not installed, so
+            that Inductor's cache keys would not cover the kernel.
     """
     if not _inductor.passes_installed():
         raise Rejected("the passes are not installed, so the cache key would not cover the kernel")
-    if device.type != "cuda":
-        raise Rejected(f"no kernel supports devices of type {device.type}")
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        raise Rejected("the device is older than compute capability 8.0")
+    if why := unsupported(device):
+        raise Rejected(why)
 
 
 def lower_by(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from . import config
 from ._inductor import (
     draws_as_eager,
     is_batched,
@@ -18,7 +19,7 @@ from ._inductor import (
     subclass_given,
     value_of,
 )
-from .decisions import Decision, Span
+from .decisions import Decision, Span, of_another_kind, too_old
 from .decisions.tables import dtype_name
 from .fusion import LeftToStock
 from .reasons import Reason
@@ -87,6 +88,12 @@ def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:
     return len(first) == len(second) and all(known_true(a == b) for a, b in zip(first, second, strict=True))
 
 
+def repeated_dims(value: torch.Tensor) -> list[int]:
+    """The dims over which a tensor is expanded: of more than one element, or perhaps so, all in one place."""
+    dims = enumerate(zip(value.shape, value.stride(), strict=True))
+    return [dim for dim, (size, step) in dims if known_true(step == 0) and not known_true(size == 1)]
+
+
 def tokens_of(size: Any) -> int | Span | None:
     """A number of tokens, for a decision: a number, or a symbolic one's range; None if it has no value."""
     if isinstance(size, int):
@@ -111,6 +118,15 @@ def profitable(decision: Decision) -> Decision:
     return decision
 
 
+def expected(decision: Decision) -> str:
+    """The source of the expected gain, for the report.
+
+    Raises:
+        LeftToStock: the decision is for stock, and the policy asks for it.
+    """
+    return "not measured" if decision.kernel is None and config.always() else profitable(decision).note
+
+
 def may_use_tf32() -> bool:
     """Whether torch may multiply float32 as TF32 on CUDA devices.
 
@@ -127,15 +143,24 @@ def check_kind(*values: Any) -> None:
         LeftToStock: a DTensor, or another tensor around tensors.
     """
     for value in values:
-        if is_batched(value):
-            raise Reason.TRANSFORM.rejected(
-                "the site is inside torch.vmap, whose tensors have a hidden batch dim"
-            )
+        check_unbatched(value)
         if is_wrapper(value):
             raise Reason.SUBCLASS.left_to_stock(
                 f"an operand is a {type(value).__name__}, for which a fused kernel may not be defined",
                 "pass local tensors, as ColwiseParallel does by default",
             )
+
+
+def check_unbatched(value: Any) -> None:
+    """Refuse a tensor inside of vmap.
+
+    Raises:
+        Rejected: it is one.
+    """
+    if is_batched(value):
+        raise Reason.TRANSFORM.rejected(
+            "the site is inside torch.vmap, whose tensors have a hidden batch dim"
+        )
 
 
 def check_given(node: Any) -> None:
@@ -171,10 +196,15 @@ def check_device(value: torch.Tensor, dtypes: Collection[torch.dtype] | None = N
     device = value.device
     if device.type == "cpu":
         raise Reason.DEVICE.left_to_stock("runs on the CPU, where the library's GEMM is used")
-    if device.type != "cuda" or torch.version.hip is not None:
-        which = "AMD GPUs" if torch.version.hip is not None else f"devices of type {device.type}"
-        raise Reason.DEVICE.left_to_stock(f"no kernel supports {which}")
+    if why := of_another_kind(device):
+        raise Reason.DEVICE.left_to_stock(why)
     if dtypes is not None and value.dtype not in dtypes:
         raise Reason.DTYPE.left_to_stock(
             f"no kernel supports {dtype_name(value.dtype)}", f"use {' or '.join(map(dtype_name, dtypes))}"
         )
+
+
+def check_capability(device: torch.device) -> None:
+    """Leave a GPU that is older than the kernels need to stock."""
+    if why := too_old(device):
+        raise Reason.DEVICE.left_to_stock(why)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from torch import fx, nn
 
 from . import _inductor, config, reporting
 from .checking import budget
+from .checking.after_passes import AfterPasses
 from .checking.runs import Inputs, cast, exact, near, run, split
 from .reasons import Reason
 from .reporting import Report, Site
@@ -41,10 +41,6 @@ __all__ = [
 #: Name of a backend that runs the passes on Dynamo's graph and then the graph as it is, without
 #: Inductor's code generation. It shows verdicts and numbers of pre-grad fusions in a fraction of the time.
 EAGER_AFTER_PASSES = "eager_after_passes"
-
-
-#: If an error exceeds its budget, this many runs on nearby inputs are judged together.
-SAMPLES = 4
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,7 @@ def capture(
     """
     config.check_policy(policy)
     graphs: list[fx.GraphModule] = []
-    how: Any = _AfterPasses(graphs) if backend == EAGER_AFTER_PASSES else backend
+    how: Any = AfterPasses(graphs) if backend == EAGER_AFTER_PASSES else backend
     with _inductor.fresh_compile(), config.patch(policy=policy), reporting.isolated() as sites:
         compiled = torch.compile(fn, dynamic=dynamic, backend=how)
         outputs, grads, used = run(compiled, fn, args, kwargs, train, cotangents)
@@ -199,8 +195,8 @@ def check(
     kernel: str | None = None,
     train: bool = True,
     dtype: torch.dtype | None = None,
-    factor: float = 1.5,
-    slack: float = 1.0,
+    factor: float = budget.FACTOR,
+    slack: float = budget.SLACK,
     dynamic: bool | None = None,
     policy: str = "always",
     backend: str = "inductor",
@@ -214,15 +210,9 @@ def check(
         ||x - ref|| / ||ref||  <=  factor * (the same for stock)  +  slack * eps(dtype of x)
 
     where stock is the same compile under `config.patch(enabled=False)`. All runs get the same cotangents.
-    A gradient that is zero in exact arithmetic, such as that of a bias of the keys, is only rounding: if it
-    is below 1e-6 of the largest gradient, its error is relative to the largest one, and its budget is that of
-    the least exact tensor.
-
-    An error over budget may be chance, above all with few elements. It is judged again by the root mean
-    square of this run and three more, on inputs that differ by a thousandth.
-
-    Outputs that are not floating point must equal stock's, and no fusion may raise. `fn` must not draw random
-    numbers. Tensors that it closes over are not converted to float64: pass them as inputs.
+    `checking.budget` says what holds for gradients that vanish, and for errors over budget by chance. No
+    fusion may raise. `fn` must not draw random numbers. Tensors that it closes over are not converted to
+    float64: pass them as inputs.
 
     Args:
         fn: a function or a module.
@@ -233,8 +223,7 @@ def check(
         train: differentiate with respect to the inputs and parameters that require a gradient.
         dtype: cast the floating inputs and the module to this dtype first; None: do not cast.
         factor: of the budget above.
-        slack: of the budget above. One eps allows for rounding the result itself: if stock is exact by luck,
-            no factor would be enough.
+        slack: of the budget above; one eps is for rounding the result itself.
         dynamic, policy, backend: as in `capture`. With `EAGER_AFTER_PASSES`, stock is `fn` itself.
         reference: the function to run in float64 instead of `fn`, on the same inputs.
 
@@ -249,23 +238,8 @@ def check(
         positional, keywords = cast((positional, keywords), dtype)
         fn = copy.deepcopy(fn).to(dtype) if isinstance(fn, nn.Module) else fn
     options: dict[str, Any] = dict(train=train, dynamic=dynamic, policy=policy, backend=backend)
-
-    def compared(args: Any, kwargs: Any) -> tuple[Capture, Capture, list[budget.Error]]:
-        """The run with the fusions, the one without them, and errors."""
-        with config.patch(enabled=False):
-            if backend == EAGER_AFTER_PASSES:
-                outputs, grads, cotangents = run(fn, fn, args, kwargs, train, None)
-                stock = Capture(outputs, grads, [], [], cotangents)
-            else:
-                stock = capture(fn, *args, **options, **kwargs)
-        ours = capture(fn, *args, **options, cotangents=stock.cotangents, **kwargs)
-        true = exact(fn if reference is None else reference, args, kwargs, train, stock.cotangents)[:2]
-        return ours, stock, budget.compare(ours, stock, budget.Values(*true), factor, slack)
-
-    ours, stock, errors = compared(positional, keywords)
-    if budget.problems(errors):
-        others = (compared(*near((positional, keywords), sample))[2] for sample in range(1, SAMPLES))
-        errors = budget.pooled([errors, *others])
+    given, eager = (positional, keywords), backend == EAGER_AFTER_PASSES
+    ours, stock, errors = _judged(fn, reference or fn, given, options, eager, factor, slack)
     problems = _site_problems(ours.sites, fused, reason, kernel) + budget.problems(errors)
     _assert_none(problems, errors, ("ours", "stock"), ours.sites)
     return Checked(ours, stock, {error.name: (error.ours, error.stock) for error in errors})
@@ -303,53 +277,51 @@ def assert_close_to_eager(
         AssertionError: with every error and every site.
     """
     positional, named = split(args)
-    keywords = {**named, **(keywords or {})}
-    outputs, grads, cotangents = run(fn, fn, positional, keywords, train, None)
-    ours = capture(
-        fn, *positional, train=train, dynamic=dynamic, policy=policy, cotangents=cotangents, **keywords
-    )
-    true = budget.Values(*exact(fn, positional, keywords, train, cotangents)[:2])
-    compared = budget.compare(ours, budget.Values(outputs, grads), true, factor, slack)
-    found = _site_problems(ours.sites, None, None, None) + budget.problems(compared)
-    _assert_none(found, compared, ("compiled", "eager"), ours.sites)
+    given = (positional, {**named, **(keywords or {})})
+    options: dict[str, Any] = dict(train=train, dynamic=dynamic, policy=policy)
+    ours, _, errors = _judged(fn, fn, given, options, True, factor, slack)
+    found = _site_problems(ours.sites, None, None, None) + budget.problems(errors)
+    _assert_none(found, errors, ("compiled", "eager"), ours.sites)
     return ours
 
 
-# -- running the passes alone ----------------------------------------------------------------------
+def _judged(
+    fn: Callable[..., Any],
+    reference: Callable[..., Any],
+    given: tuple[Any, Any],
+    options: dict[str, Any],
+    eager: bool,
+    factor: float,
+    slack: float,
+) -> tuple[Capture, Capture, list[budget.Error]]:
+    """The run with the fusions, the one without them, and the errors.
 
+    Args:
+        given: positional and keyword arguments.
+        options: of `capture`.
+        eager: whether the run without the fusions is `fn` itself.
+    """
 
-class _AfterPasses:
-    """A backend of `torch.compile`: the pre-grad passes that Inductor would run, then the graph itself."""
+    @functools.cache
+    def stock(sample: int) -> Capture:
+        args, kwargs = near(given, sample)
+        with config.patch(enabled=False):
+            if not eager:
+                return capture(fn, *args, **options, **kwargs)
+            outputs, grads, cotangents = run(fn, fn, args, kwargs, options["train"])
+        return Capture(outputs, grads, [], [], cotangents)
 
-    def __init__(self, graphs: list[fx.GraphModule]) -> None:
-        self.graphs = graphs
+    @functools.cache
+    def ours(sample: int) -> Capture:
+        args, kwargs = near(given, sample)
+        return capture(fn, *args, **options, cotangents=stock(sample).cotangents, **kwargs)
 
-    def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        with _inductor.passes_over(graph):
-            self._transform(graph)
-        self.graphs.append(graph)
-        values = map(_inductor.value_of, graph.graph.nodes)
-        symbolic = any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in values)
-        if not symbolic and not _inductor.only_traced_autograd_runs(graph.graph):
-            return graph.forward
-        # Such graphs run only after AOTAutograd has traced them once more.
-        functorch: Any = importlib.import_module("functorch.compile")
+    def true(sample: int) -> budget.Values:
+        args, kwargs = near(given, sample)
+        return budget.Values(*exact(reference, args, kwargs, options["train"], stock(sample).cotangents)[:2])
 
-        def as_it_is(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            return functorch.make_boxed_func(traced.forward)  # type: ignore[no-any-return]
-
-        return functorch.aot_module_simplified(graph, example_inputs, fw_compiler=as_it_is)  # type: ignore[no-any-return]
-
-    def _transform(self, graph: fx.GraphModule) -> None:
-        """Run the passes on a graph and its nested graphs, which come first, as in Inductor."""
-        for name in sorted({str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}):
-            body = getattr(graph, name, None)
-            if isinstance(body, fx.GraphModule):
-                self._transform(body)
-        for item in _inductor.get_hook("pre_grad"):
-            item(graph.graph)
-        graph.graph.lint()
-        graph.recompile()
+    errors = budget.judge(ours, stock, true, factor, slack)
+    return ours(0), stock(0), errors
 
 
 # -- what is wrong ---------------------------------------------------------------------------------

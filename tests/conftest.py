@@ -137,6 +137,15 @@ def also_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
 
 @pytest.fixture
+def any_device() -> Iterator[None]:
+    """Fusions before autograd decide as on a GPU; the operations have a meaning on every device."""
+    from tests.support.on_a_gpu import on_a_gpu
+
+    with on_a_gpu():
+        yield
+
+
+@pytest.fixture
 def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """The line on stderr of a command that the user got wrong."""
 
@@ -175,6 +184,26 @@ def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     yield tmp_path / "devices"
     for cached in (tables.load, tables.digest):
         cached.cache_clear()
+
+
+@pytest.fixture
+def shelf(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Gives tables by device, whose rows are checked; the device that is asked for is an H100, or `on`."""
+
+    def put(on: str = "nvidia_h100_80gb_hbm3", **found: dict[str, Any]) -> None:
+        from inductor_fusions.decisions import devices, tables
+        from inductor_fusions.decisions.problems import SECTIONS
+
+        for table in found.values():
+            for section, rows in table.items():
+                for row in rows:
+                    SECTIONS[section].check(row)
+        monkeypatch.setattr(tables, "load", lambda name: tables.Table(found[name]) if name in found else None)
+        monkeypatch.setattr(tables, "names", lambda: sorted(found))
+        monkeypatch.setattr(tables, "device_name", lambda device: on)
+        monkeypatch.setattr(devices, "hardware", lambda device: devices.known(on))
+
+    return put
 
 
 @pytest.fixture

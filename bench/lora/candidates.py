@@ -169,13 +169,13 @@ def choosing(row: Row, choice: Choice, seen: Seen) -> Iterator[None]:
 @contextlib.contextmanager
 def on_the_cpu() -> Iterator[None]:
     """Inside, the CPU counts as a device, to try the script: the operations are products one by one."""
-    from inductor_fusions.block_mm import guards
-    from inductor_fusions.fusions.lora import inputs, profit
+    from inductor_fusions import operands
+    from inductor_fusions.fusions.lora import inputs
 
     with (
-        mock.patch.object(guards, "check_device", lambda node: None),
+        mock.patch.object(operands, "check_device", lambda value: None),
         mock.patch.object(inputs, "check_device", lambda value: None),
-        mock.patch.object(profit, "capability", lambda device: 80),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (8, 0)),
     ):
         yield
 

@@ -23,8 +23,6 @@ from bench.common import (
     device_milliseconds,
     free,
     interleave,
-    is_fatal,
-    one_line,
     peak_bytes,
 )
 from bench.model_cases import (
@@ -46,6 +44,7 @@ from bench.models.variants import (
     wanted_variants,
 )
 from bench.pool import FileLock
+from bench.tuning import tried
 
 #: Seconds of a block of training steps with adapters, whose many short kernels the host must launch ahead of
 #: the device: they follow each other, as in a loop that does not wait for each.
@@ -142,54 +141,18 @@ def _check_and_time(
 ) -> None:
     from torch._dynamo.utils import counters
 
-    device, quick, failed = settings.device, settings.quick, row["failed"]
+    device, failed = settings.device, row["failed"]
     graphs = counters["stats"]["unique_graphs"]
-    errors: Json = {}
+    row["error"] = {}
     if not case.draws:
         say("checking")
-        compared = compared_inputs(case, values, inputs)
-        checked = [variant for name, variant in variants.items() if is_compared(case, name)]
-        for variant in checked:
-            variant.inputs = compared
-        reference = make_reference(case, model, compared, device, quick)
-        collect(device)
-        errors = check(case, variants, reference, failed, device)
-        if "stock" not in errors and {"fused", "fused_autotuned"} & errors.keys():
-            plain = uncompiled(case, model, first_tokens(compared, reference.output.shape[1]))
-            errors["uncompiled"] = reference.compare(plain, plain.output())
-        for variant in checked:
-            variant.inputs = inputs
-        del reference
-    row["error"] = errors
-    row["correct"] = is_correct(case, errors)
+        row["error"] = _errors(case, settings, model, values, inputs, variants, failed)
+    row["correct"] = is_correct(case, row["error"])
     collect(device)
-
     say("timing")
-    row["peak_gib"] = {}
-
-    def find_peak(name: str, variant: Variant) -> None:
-        with variant.switched():
-            for _ in range(3):
-                variant.step()
-        variant.forget()
-        peak = peak_bytes(variant.step, device)
-        variant.forget()
-        if peak is not None:
-            fixed = static_bytes(variant.model, variant.inputs)
-            row["peak_gib"][name] = round((peak + fixed) / 2**30, 4)
-
-    for name, variant in list(variants.items()):
-        attempt(name, partial(find_peak, name, variant), variants, failed, device)
-    calls = {name: variant.step for name, variant in variants.items()}
-    block = TRAINING_BLOCK if case.adapters and case.train and device == "cuda" else 1e-2
-    times = interleave(calls, device, settings.rounds, block, max_calls=20) if calls else {}
-    if calls and device == "cuda":
-        row["device_ms"] = device_milliseconds(calls, device, settings.rounds // 3)
-    if calls and case.adapters and not case.train:
-        # PEFT's modules have many guards, and a decoder that waits for the host waits for them.
-        with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
-            unguarded = interleave(calls, device, settings.rounds, block, max_calls=20)
-        row["unguarded_ms"] = {n: round(t.median * 1e3, 4) for n, t in unguarded.items()}
+    row["peak_gib"] = _peaks(variants, failed, device)
+    times, clocks = _times(case, settings, variants)
+    row |= clocks
     row["recompiled"] = counters["stats"]["unique_graphs"] != graphs
     row["median_ms"] = {name: round(t.median * 1e3, 4) for name, t in times.items()}
     row["spread"] = {name: round(t.spread, 4) for name, t in times.items()}
@@ -200,6 +163,70 @@ def _check_and_time(
     pairs += [("autotuned", "fused"), ("autotuned", "fused_autotuned"), ("stock", "autotuned")]
     ratios = {f"{a}/{b}": ratio(times, a, b) for a, b in pairs if row["correct"] is not False}
     row["ratio"] = {name: value for name, value in ratios.items() if value is not None}
+
+
+def _errors(
+    case: Case,
+    settings: Settings,
+    model: torch.nn.Module,
+    values: Json,
+    inputs: dict[str, Any],
+    variants: dict[str, Variant],
+    failed: Json,
+) -> Json:
+    """Errors of the variants against float64; where stock has none, those of the model as it is too."""
+    device = settings.device
+    compared = compared_inputs(case, values, inputs)
+    checked = [variant for name, variant in variants.items() if is_compared(case, name)]
+    for variant in checked:
+        variant.inputs = compared
+    reference = make_reference(case, model, compared, device, settings.quick)
+    collect(device)
+    errors = check(case, variants, reference, failed, device)
+    if "stock" not in errors and {"fused", "fused_autotuned"} & errors.keys():
+        plain = uncompiled(case, model, first_tokens(compared, reference.output.shape[1]))
+        errors["uncompiled"] = reference.compare(plain, plain.output())
+    for variant in checked:
+        variant.inputs = inputs
+    return errors
+
+
+def _peaks(variants: dict[str, Variant], failed: Json, device: str) -> Json:
+    """Most memory of a step of each variant, in GiB; those that fail are taken out."""
+    found: Json = {}
+
+    def find_peak(name: str, variant: Variant) -> None:
+        with variant.switched():
+            for _ in range(3):
+                variant.step()
+        variant.forget()
+        peak = peak_bytes(variant.step, device)
+        variant.forget()
+        if peak is not None:
+            fixed = static_bytes(variant.model, variant.inputs)
+            found[name] = round((peak + fixed) / 2**30, 4)
+
+    for name, variant in list(variants.items()):
+        attempt(name, partial(find_peak, name, variant), variants, failed, device)
+    return found
+
+
+def _times(case: Case, settings: Settings, variants: dict[str, Variant]) -> tuple[dict[str, Timing], Json]:
+    """Times by the wall clock; columns of a row with those by others."""
+    device, found = settings.device, dict[str, Any]()
+    calls = {name: variant.step for name, variant in variants.items()}
+    if not calls:
+        return {}, found
+    block = TRAINING_BLOCK if case.adapters and case.train and device == "cuda" else 1e-2
+    times = interleave(calls, device, settings.rounds, block, max_calls=20)
+    if device == "cuda":
+        found["device_ms"] = device_milliseconds(calls, device, settings.rounds // 3)
+    if case.adapters and not case.train:
+        # PEFT's modules have many guards, and a decoder that waits for the host waits for them.
+        with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
+            unguarded = interleave(calls, device, settings.rounds, block, max_calls=20)
+        found["unguarded_ms"] = {n: round(t.median * 1e3, 4) for n, t in unguarded.items()}
+    return times, found
 
 
 def set_up() -> None:
@@ -214,14 +241,16 @@ def work(task: tuple[Case, Settings, bool], path: Path) -> tuple[Json, bool]:
     case, settings, fused_first = task
     set_up()
     lock, start = FileLock(path), time.monotonic()
-    try:
+
+    def measured() -> Json:
         with lock.shared():
             warm_up(settings.device)
-        row = measure(case, settings, fused_first, lambda text: None, lock)
-    except Exception as error:
-        return {"failed": one_line(error, 300)}, not is_fatal(error)
-    free(settings.device)
-    return {**row, "seconds": round(time.monotonic() - start, 1)}, True
+        return measure(case, settings, fused_first, lambda text: None, lock)
+
+    row, usable = tried(measured)
+    if usable:
+        free(settings.device)
+    return {**row, "seconds": round(time.monotonic() - start, 1)}, usable
 
 
 @functools.cache

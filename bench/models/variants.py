@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 import inductor_fusions
-from bench.common import Json, collect, fresh_cache, one_line, switched, synchronize
+from bench.common import Json, collect, fresh_cache, is_fatal, one_line, switched, synchronize
 from bench.model_cases import BY_HAND, WITHOUT, Case, build, share_weights, supports_sdpa
 
 #: Measured in every case that has them.
@@ -225,7 +225,7 @@ def attempt(
     try:
         return action()
     except Exception as error:
-        if "CUDA error" in str(error) and "ALLOC_FAILED" not in str(error):
+        if is_fatal(error):
             raise
         failed[name] = one_line(error, 300)
     # Here the exception is gone, and with it the tensors that its frames hold.

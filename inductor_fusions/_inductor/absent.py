@@ -108,13 +108,29 @@ def is_absent() -> bool:
 def absent_device(device: AbsentDevice) -> Iterator[None]:
     """Inside, everything that torch and Triton are asked of the CUDA device is answered from `device`."""
     global _absent
-    from torch._dynamo import device_interface
-    from torch._inductor.fx_passes import joint_graph, post_grad
-    from torch._subclasses import fake_impls, fake_tensor
-    from torch.fx.experimental import proxy_tensor
+    with contextlib.ExitStack() as stack:
+        is_available = torch.cuda.is_available
+        for patch in _answered(device):
+            stack.enter_context(patch)
+        if importlib.util.find_spec("triton") is not None:
+            stack.enter_context(_stub_driver(device))
+        stack.enter_context(_ctc_loss())
+        for patch in _traced_without_device(is_available):
+            stack.enter_context(patch)
+        stack.enter_context(device_guard())
+        _forget_answers()
+        stack.callback(_forget_answers)
+        _absent += 1
+        try:
+            yield
+        finally:
+            _absent -= 1
 
-    properties, is_available = device.properties(), torch.cuda.is_available
-    answers: dict[str, Callable[..., Any]] = {
+
+def _answers(device: AbsentDevice) -> dict[str, Callable[..., Any]]:
+    """Functions of `torch.cuda`, by name, as they answer where there is this device."""
+    properties = device.properties()
+    return {
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
@@ -132,6 +148,38 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
         "is_current_stream_capturing": lambda: False,  # Dynamo asks; a torch built with CUDA asks the driver
     }
 
+
+def _answered(device: AbsentDevice) -> Iterator[contextlib.AbstractContextManager[Any]]:
+    """Patches of what torch asks of a device."""
+    from torch._dynamo import device_interface
+    from torch._subclasses import fake_tensor
+
+    # Dynamo reads the current stream of an accelerator, which only a device that is there has.
+    accelerated = torch.accelerator.is_available()
+    yield mock.patch.object(torch.accelerator, "is_available", lambda: accelerated)
+    if not accelerated:  # a fake would initialise the device
+        yield mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None)
+    for name, answer in _answers(device).items():
+        if hasattr(torch.cuda, name):
+            yield mock.patch.object(torch.cuda, name, answer)
+        if name in vars(device_interface.CudaInterface) and name != "is_available":
+            yield mock.patch.object(device_interface.CudaInterface, name, staticmethod(answer))
+    for name, takes in _attention(device.capability).items():
+        yield mock.patch.object(torch.backends.cuda, name, takes)
+
+
+def _traced_without_device(
+    is_available: Callable[[], bool],
+) -> Iterator[contextlib.AbstractContextManager[Any]]:
+    """Patches of what torch would compute on the device while it traces.
+
+    Args:
+        is_available: of `torch.cuda`, as it is.
+    """
+    from torch._inductor.fx_passes import joint_graph, post_grad
+    from torch._subclasses import fake_impls, fake_tensor
+    from torch.fx.experimental import proxy_tensor
+
     def with_real_tensors(initialize: Callable[..., Any]) -> Callable[..., Any]:
         """Stock traces its patterns on the device that there is."""
 
@@ -141,44 +189,17 @@ def absent_device(device: AbsentDevice) -> Iterator[None]:
 
         return call
 
-    with contextlib.ExitStack() as stack:
-        # Dynamo reads the current stream of an accelerator, which only a device that is there has.
-        accelerated = torch.accelerator.is_available()
-        stack.enter_context(mock.patch.object(torch.accelerator, "is_available", lambda: accelerated))
-        if not accelerated:  # a fake would initialise the device
-            stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None))
-        for name, answer in answers.items():
-            if hasattr(torch.cuda, name):
-                stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-            if name in vars(device_interface.CudaInterface) and name != "is_available":
-                stack.enter_context(
-                    mock.patch.object(device_interface.CudaInterface, name, staticmethod(answer))
-                )
-        for name, takes in _attention(device.capability).items():
-            stack.enter_context(mock.patch.object(torch.backends.cuda, name, takes))
-        for module in (joint_graph, post_grad):
-            initialize = with_real_tensors(module.lazy_init)
-            stack.enter_context(mock.patch.object(module, "lazy_init", initialize))
-        if importlib.util.find_spec("triton") is not None:
-            stack.enter_context(_stub_driver(device))
-        # torch has no meta kernel of it, and would run it on the device to see its results.
-        gru = {torch.ops.aten._thnn_fused_gru_cell.default: _gru_cell}
-        stack.enter_context(mock.patch.dict(fake_impls.op_implementations_dict, gru))
-        stack.enter_context(_ctc_loss())
-        # No constant is computed on the device, such as `torch.tensor(number, device="cuda")`.
-        stack.enter_context(mock.patch.object(fake_tensor.FakeTensorMode, "avoid_device_init", True))
-        stack.enter_context(mock.patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", -1))
-        folder = joint_graph.UniformValueConstantFolder  # it makes constants on the device of their values
-        for name in ("__init__", "run"):
-            stack.enter_context(mock.patch.object(folder, name, _on_cpu(getattr(folder, name))))
-        stack.enter_context(device_guard())
-        _forget_answers()
-        stack.callback(_forget_answers)
-        _absent += 1
-        try:
-            yield
-        finally:
-            _absent -= 1
+    for module in (joint_graph, post_grad):
+        yield mock.patch.object(module, "lazy_init", with_real_tensors(module.lazy_init))
+    # torch has no meta kernel of it, and would run it on the device to see its results.
+    gru = {torch.ops.aten._thnn_fused_gru_cell.default: _gru_cell}
+    yield mock.patch.dict(fake_impls.op_implementations_dict, gru)
+    # No constant is computed on the device, such as `torch.tensor(number, device="cuda")`.
+    yield mock.patch.object(fake_tensor.FakeTensorMode, "avoid_device_init", True)
+    yield mock.patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", -1)
+    folder = joint_graph.UniformValueConstantFolder  # it makes constants on the device of their values
+    for name in ("__init__", "run"):
+        yield mock.patch.object(folder, name, _computing_on_cpu(getattr(folder, name)))
 
 
 @contextlib.contextmanager
@@ -334,7 +355,7 @@ class _OnCPU(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _on_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
+def _computing_on_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method that computes on the CPU."""
 
     def compute(*args: Any, **kwargs: Any) -> Any:

@@ -116,7 +116,7 @@ def autograd_on_cpu() -> Iterator[None]:
             for module in moved.modules():
                 if isinstance(module, fx.GraphModule):
                     _rewrite_devices(module, torch.device("cpu"))
-            return traced(moved, [_on_cpu(value) for value in inputs])
+            return traced(moved, [_moved_to_cpu(value) for value in inputs])
 
         return call
 
@@ -150,7 +150,7 @@ def gradients_without_device() -> Iterator[None]:
         yield
 
 
-def _on_cpu(value: Any) -> Any:
+def _moved_to_cpu(value: Any) -> Any:
     from torch._guards import TracingContext
     from torch._subclasses.fake_tensor import FakeTensor
 

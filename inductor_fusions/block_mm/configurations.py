@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from ..decisions import devices
-from ..decisions.problems import padded
+from ..decisions.problems import FEW_ROWS, NARROWEST, padded
 from .problem import Problem, few_rows, tiles
 
 Template = Literal["tiled", "persistent", "row"]
@@ -70,8 +71,8 @@ def default(problem: Problem, arch: int) -> Config:
     most = max(rows)
     if few := few_rows(problem):
         block_n, block_k = 2 if few == 1 or problem.gated else 4, 512 if few > 1 and wide else 1024
-        return Config("row", padded(few, 1), block_n, _row_step(problem, block_k), 4, 1)
-    if most <= 64:
+        return Config("row", padded(few, 1), block_n, row_step(_longest(problem), block_k), 4, 1)
+    if most <= FEW_ROWS:
         block_m = padded(most)
         block_k = 64 if wide else 128
         stages = 3 if wide or block_m == 64 else 4
@@ -127,9 +128,24 @@ def step_with_norm(width: int) -> int:
     return 512 if 0 < width % 1024 <= 512 else 1024
 
 
-def _row_step(problem: Problem, wanted: int) -> int:
-    """A step of K that no product is much shorter than, except for those of adapters."""
-    return min(wanted, padded(_longest(problem)))
+def row_step(inner: int, wanted: int, least: int = NARROWEST) -> int:
+    """A step of K, without tensor cores, that a product of this K is not much shorter than."""
+    return min(wanted, padded(inner, least))
+
+
+def loaded_well(
+    tried: Iterable[tuple[int, int, int]], inner: int, each: int, least: int = NARROWEST
+) -> Iterator[tuple[int, int, int]]:
+    """The tiles, without tensor cores, that give each thread enough to load: columns, step of K, warps.
+
+    Args:
+        tried: the same, with the step that is wanted.
+        each: elements for a thread; those of more than one row are loaded at once.
+    """
+    for block_n, wanted, warps in tried:
+        block_k = row_step(inner, wanted, least)
+        if block_n * block_k >= 32 * warps * each:
+            yield block_n, block_k, warps
 
 
 def _longest(problem: Problem) -> int:
@@ -151,7 +167,8 @@ def _bulk_copies(problem: Problem, arch: int = 90) -> bool:
     return arch < 100 or min(steps) > 64
 
 
-#: Tiles without tensor cores: columns, step of K, warps.
+#: Tiles without tensor cores: columns, step of K, warps. The kernels of adapters have others, and they are
+#: tried in another order.
 ONE_ROW = (
     (1, 2048, 4), (2, 2048, 4), (2, 1024, 4), (4, 2048, 8), (4, 1024, 4), (2, 1024, 2), (1, 4096, 8),
     (1, 1024, 4),
@@ -197,11 +214,11 @@ ACROSS = (
 def candidates(problem: Problem, arch: int) -> list[Config]:
     """Configurations worth measuring, for tuning and for `max_autotune`."""
     most = max(512 if m is None else m for m in problem.rows)
-    few, some = few_rows(problem), 64 < most <= 2048
+    few, some = few_rows(problem), FEW_ROWS < most <= 2048
     found = [default(problem, arch), *_of_few_rows(problem, few)]
     if few == 1:
         found += [Config("tiled", 16, block_n, 256, 2, 4) for block_n in (16, 32, 64)]
-    elif most <= 64:
+    elif most <= FEW_ROWS:
         found += [Config("tiled", padded(most), *tile) for tile in FEW]
     elif arch >= 90 and problem.dtype != torch.float32 and _bulk_copies(problem, arch):
         found += _persistent(problem)
@@ -218,12 +235,10 @@ def candidates(problem: Problem, arch: int) -> list[Config]:
 
 def _of_few_rows(problem: Problem, few: int) -> list[Config]:
     """Configurations of "row" that give each thread enough to load."""
-    found = []
-    for block_n, wanted, warps in () if not few else ONE_ROW if few == 1 else SOME_ROWS:
-        block_k = _row_step(problem, wanted)
-        if block_n * block_k >= 32 * warps * (2 if few == 1 else 8):
-            found.append(Config("row", padded(few, 1), block_n, block_k, warps, 1))
-    return found
+    if not few:
+        return []
+    tried, each = (ONE_ROW, 2) if few == 1 else (SOME_ROWS, 8)
+    return [Config("row", padded(few, 1), *tile, 1) for tile in loaded_well(tried, _longest(problem), each)]
 
 
 def _persistent(problem: Problem) -> list[Config]:

@@ -31,16 +31,11 @@ MEASURED_WHILE_COMPILING = frozenset({"shared_a", "shared_b", "gated", "linear"}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def check_device(node: fx.Node) -> None:
-    """Leave devices other than CUDA to stock."""
-    operands.check_device(value(node))
-
-
 def reported(node: fx.Node, why: Said, hint: str = "") -> Reported:
     """A site for which there is no kernel; on devices without kernels, this is the reason."""
     reason: Rejected = LeftToStock(why, hint)
     try:
-        check_device(node)
+        operands.check_device(value(node))
     except Rejected as first:
         reason = first
     return Reported(node, reason, {"result": text(node)})
@@ -140,7 +135,7 @@ def check_products(products: Sequence[Product]) -> None:
         Rejected: see `check_operands`; or a width that is not a multiple of 16 bytes.
         LeftToStock: a device without kernels.
     """
-    check_device(products[0].node)
+    operands.check_device(value(products[0].node))
     check_operands([operand for p in products for operand in (p.a, p.b)])
     for p in products:
         found = value(p.node)
@@ -190,15 +185,10 @@ def kernel(groups: Sequence[Sequence[Product]], gated: bool = False, activation:
     """
     posed, first = problem(groups, gated, activation), value(groups[0][0].a)
     tokens = tokens_of(first.shape[0])
-    if config.policy != "always" and posed.tokens is not None:
+    if not config.always() and posed.tokens is not None:
         if max_autotune() and posed.kind in MEASURED_WHILE_COMPILING:
             return f"block_mm or stock, whichever autotuning finds faster, {describe(posed)}"
-    device, note = value(groups[0][0].node).device, "not measured"
-    span = tokens if isinstance(tokens, Span) else None
-    try:
-        note = decided(posed, device, span).note
-    except LeftToStock:
-        if config.policy != "always":
-            raise
+    device, span = value(groups[0][0].node).device, tokens if isinstance(tokens, Span) else None
+    note = operands.expected(decided(posed, device, span))
     chosen = choose(posed, device, None if span is None else span.hint)
     return f"block_mm, {chosen.template} {describe(posed)}, {note}"

@@ -6,7 +6,7 @@ import torch
 
 from ..decisions import Decision, Query, Span, asked, configured, decide_for_all, hardware, tiles
 from ..decisions.problems import SECTIONS, Row
-from ..operands import profitable
+from ..operands import check_capability
 from ..reasons import Reason
 from . import configurations, cost
 from .configurations import Config, suits
@@ -26,18 +26,13 @@ def decided(problem: Problem, device: torch.device, span: Span | None = None) ->
         span: of a symbolic number of rows.
 
     Raises:
-        LeftToStock: nothing that holds for this problem, or that it does not pay.
+        LeftToStock: the device is too old for any kernel.
     """
-    _check_capability(device)
-    if problem.tokens is None and (span is None or problem.kind == "shared_b"):
-        raise Reason.SYMBOLIC.left_to_stock(
-            "the number of rows is symbolic, and no kernel is known to be faster for all its values"
-        )
-    if not _has_sizes(problem):
-        raise Reason.SYMBOLIC.left_to_stock("a size other than the number of rows is symbolic")
-    tokens = problem.tokens if problem.tokens is not None else span
-    assert tokens is not None
-    return profitable(decide_for_all(_query(problem), tokens, device))
+    check_capability(device)
+    tokens = span if problem.tokens is None and problem.kind != "shared_b" else problem.tokens
+    if tokens is not None and not _has_sizes(problem):
+        return Decision(None, reason=Reason.SYMBOLIC("a size other than the number of rows is symbolic"))
+    return decide_for_all(_query(problem), tokens, device)
 
 
 def choose(problem: Problem, device: torch.device, tokens: int | None = None) -> Config:
@@ -49,7 +44,7 @@ def choose(problem: Problem, device: torch.device, tokens: int | None = None) ->
     Raises:
         LeftToStock: the device is too old for any.
     """
-    _check_capability(device)
+    check_capability(device)
     arch, tokens = capability(device), problem.tokens or tokens
     if tokens is None or not _has_sizes(problem):
         return configurations.default(problem, arch)
@@ -87,11 +82,6 @@ def _faster(usual: Config, problem: Problem, device: torch.device) -> Config:
 def _has_sizes(problem: Problem) -> bool:
     """Whether all sizes are numbers but that of the tokens."""
     return None not in (problem.rows if problem.kind == "shared_b" else problem.inner)
-
-
-def _check_capability(device: torch.device) -> None:
-    if capability(device) < 80:
-        raise Reason.DEVICE.left_to_stock("the device is older than compute capability 8.0")
 
 
 def _query(problem: Problem) -> Query:

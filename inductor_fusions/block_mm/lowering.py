@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from .. import _inductor, config
+from ..decisions import hardware
 from ..decisions.problems import padded
 from ..fusion import Rejected
-from ..lowering import check_device
-from ..operands import known_size, may_use_tf32
+from ..lowering import check_templates
+from ..operands import known_size, may_use_tf32, profitable
 from . import configurations, guards, heuristics, template
 from .op import Call
 from .problem import Problem, of_operands
@@ -55,7 +56,7 @@ class Lowering(Call):
             Rejected: there is no kernel for it.
         """
         device = self.a[0].get_device()
-        check_device(device)
+        check_templates(device)
         if len(self.groups) > MOST_PRODUCTS or 0.0 in self.scales:
             raise Rejected(f"there are more than {MOST_PRODUCTS} products, or one has the scale 0")
         # The accumulator is kept in units of them.
@@ -94,8 +95,8 @@ class Lowering(Call):
         if _inductor.max_autotune():
             configs = configurations.candidates(problem, arch)
         else:
-            if not self.decided and config.policy != "always":
-                heuristics.decided(problem, device)
+            if not self.decided and not config.always():
+                profitable(heuristics.decided(problem, device))
             configs = [heuristics.choose(problem, device, self.decided or None)]
         if self.eps is not None:
             rows = [chosen for chosen in configs if chosen.template == "row"]
@@ -274,10 +275,11 @@ def _meta(chosen: configurations.Config, block_m: int, device: torch.device) -> 
     if chosen.across:
         meta["ACROSS"] = True
     if chosen.template == "persistent":
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        properties = hardware(device)
+        assert properties is not None, device
         meta |= {
             "SUBTILES": chosen.subtiles,
-            "NUM_PROGRAMS": chosen.per_processor * processors,
+            "NUM_PROGRAMS": chosen.per_processor * properties.multiprocessors,
             "FARTHEST": FARTHEST,
         }
     return meta

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 from torch import fx
 
+from .. import operands
 from ..fusion import Candidate
 from ..graph.builder import Builder, substitute
 from ..graph.products import RESHAPES, aten, is_pointwise, products, users_behind
 from ..operands import value
-from . import guards
 
 
 def candidates(graph: fx.Graph) -> Iterator[Candidate]:
@@ -54,7 +54,7 @@ class Reshaped(Candidate):
         self.anchor, self.sizes = node, sizes
 
     def guard(self) -> None:
-        guards.check_device(self.anchor)
+        operands.check_device(value(self.anchor))
 
     def rewrite(self) -> str:
         node = self.anchor

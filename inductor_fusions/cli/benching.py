@@ -67,12 +67,65 @@ def bench(context: typer.Context) -> None:
 
 
 class _Tune(TyperCommand):
-    """Arguments after `run` and `export` are passed on unparsed."""
+    """What is behind `run` and `export` is left unparsed, in the arguments of the context."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args[:1] in (["run"], ["export"]) and args[1:2] not in (["-h"], ["--help"]):
-            ctx.meta["given"], args = args[1:], args[:1]
-        return super().parse_args(ctx, args)
+        own = (
+            args[:1] if args[:1] in (["run"], ["export"]) and args[1:2] not in (["-h"], ["--help"]) else args
+        )
+        super().parse_args(ctx, list(own))
+        ctx.args = args[len(own) :]
+        return args[len(own) :]
+
+
+Kind = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="KIND",
+        help="attention, flex, lora or projections: measure this kind of problems. run SCRIPT "
+        "[ARGS]: run a script and measure what it compiles. export [FILE]: write the "
+        "measurements of this machine as a table. With --why: a section of a table.",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="The results file. Rows that it already has are not measured again. Default: "
+        "bench/results/KIND_DEVICE.json.",
+    ),
+]
+Only = Annotated[
+    str, typer.Option(metavar="REGEX", help="Only rows whose name matches this regular expression.")
+]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Short blocks, for a trial run; the times are not valid.")
+]
+Seconds = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        metavar="SECONDS",
+        help="Stop after this many seconds; a row that has begun is finished. Repeat the command "
+        "until no row is left.",
+    ),
+]
+WriteTable = Annotated[
+    bool,
+    typer.Option("--table", help="Write configs/devices/DEVICE.json from the results, without measuring."),
+]
+ListOnly = Annotated[bool, typer.Option("--list", help="Print the names of the rows and exit.")]
+Why = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PROBLEM",
+        help="Print the decision for a problem and the rows behind it, without measuring. The "
+        "problem is a row of a table as JSON, without the measured columns. Needs no checkout.",
+    ),
+]
+Target = Annotated[
+    str | None, typer.Option(metavar="GPU", help="With --why: a GPU, which need not be in this machine.")
+]
 
 
 @app.command(
@@ -82,57 +135,16 @@ class _Tune(TyperCommand):
 )
 def tune(
     context: typer.Context,
-    kind: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="KIND",
-            help="attention, flex, lora or projections: measure this kind of problems. run SCRIPT "
-            "[ARGS]: run a script and measure what it compiles. export [FILE]: write the "
-            "measurements of this machine as a table. With --why: a section of a table.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="The results file. Rows that it already has are not measured again. Default: "
-            "bench/results/KIND_DEVICE.json.",
-        ),
-    ] = None,
-    only: Annotated[
-        str, typer.Option(metavar="REGEX", help="Only rows whose name matches this regular expression.")
-    ] = "",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Short blocks, for a trial run; the times are not valid.")
-    ] = False,
+    kind: Kind = None,
+    out: Out = None,
+    only: Only = "",
+    quick: Quick = False,
     device: Annotated[Device, typer.Option(help="The device; auto: a GPU if there is one.")] = Device.auto,
-    budget: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            metavar="SECONDS",
-            help="Stop after this many seconds; a row that has begun is finished. Repeat the command "
-            "until no row is left.",
-        ),
-    ] = None,
-    write_table: Annotated[
-        bool,
-        typer.Option(
-            "--table", help="Write configs/devices/DEVICE.json from the results, without measuring."
-        ),
-    ] = False,
-    list_only: Annotated[bool, typer.Option("--list", help="Print the names of the rows and exit.")] = False,
-    why: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PROBLEM",
-            help="Print the decision for a problem and the rows behind it, without measuring. The "
-            "problem is a row of a table as JSON, without the measured columns. Needs no checkout.",
-        ),
-    ] = None,
-    target: Annotated[
-        str | None, typer.Option(metavar="GPU", help="With --why: a GPU, which need not be in this machine.")
-    ] = None,
+    budget: Seconds = None,
+    write_table: WriteTable = False,
+    list_only: ListOnly = False,
+    why: Why = None,
+    target: Target = None,
 ) -> None:
     """Measure every kernel on this device, and write the table that decides what is fused.
 
@@ -141,16 +153,14 @@ def tune(
     if kind is None:
         raise UserError("tune needs a KIND: attention, flex, lora, projections, run SCRIPT or export [FILE]")
     if kind == "run":
-        raise typer.Exit(run_script(context.meta["given"], find_device(Device.auto)))
+        raise typer.Exit(run_script(context.args, find_device(Device.auto)))
     if kind == "export":
-        export(context.meta["given"], find_device(Device.auto))
-        return
-    if why is not None:
+        export(context.args, find_device(Device.auto))
+    elif why is not None:
         show_decision(kind, why, target, device)
-        return
-    if target is not None:
+    elif target is not None:
         raise UserError("--target needs --why: only devices of this machine can be measured")
-    bench = load("tune")
-    raise typer.Exit(
-        bench.measure(kind, find_device(device), out, only, quick, budget, write_table, list_only)
-    )
+    else:
+        where = find_device(device)
+        failed = load("tune").measure(kind, where, out, only, quick, budget, write_table, list_only)
+        raise typer.Exit(failed)

@@ -17,6 +17,49 @@ from .common import PROG, Device, JsonFlag, UserError, calm, console, find_devic
 from .deciding import absent_gpu
 from .models import Attention, Precision, from_callable, from_hugging_face, to_dtype
 
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A Hugging Face model type (bert), a configuration class (BertConfig), a folder with "
+        "config.json, or module:callable that returns (model, kwargs of its forward).",
+    ),
+]
+Attn = Annotated[
+    Attention | None,
+    typer.Option(help="attn_implementation of a Hugging Face model; default: the model's own."),
+]
+Train = Annotated[bool, typer.Option("--train", help="Explain a training step: forward and backward.")]
+Dtype = Annotated[
+    Precision | None,
+    typer.Option(help="Dtype of the weights; default: bfloat16 on a GPU, otherwise float32."),
+]
+Seq = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Sequence length of a Hugging Face model's input; default: 128, or the most that it takes.",
+    ),
+]
+NoCache = Annotated[
+    bool,
+    typer.Option("--no-cache", help="Call a decoder with use_cache=False; default: the model's own."),
+]
+Layers = Annotated[
+    int | None,
+    typer.Option(min=1, help="Limit each stack of a Hugging Face model to this number of layers."),
+]
+Target = Annotated[
+    str | None,
+    typer.Option(
+        metavar="GPU", help="Explain for a GPU that need not be in this machine, such as nvidia_h200."
+    ),
+]
+Html = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Also write an HTML page with the graphs before and after."),
+]
+
 
 @app.command(
     epilog="Exit codes: 0 explained, whatever was fused; 1 the model does not run; 2 a wrong "
@@ -24,54 +67,19 @@ from .models import Attention, Precision, from_callable, from_hugging_face, to_d
 )
 def explain(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A Hugging Face model type (bert), a configuration class (BertConfig), a folder with "
-            "config.json, or module:callable that returns (model, kwargs of its forward).",
-        ),
-    ],
-    attn: Annotated[
-        Attention | None,
-        typer.Option(help="attn_implementation of a Hugging Face model; default: the model's own."),
-    ] = None,
-    train: Annotated[
-        bool, typer.Option("--train", help="Explain a training step: forward and backward.")
-    ] = False,
-    dtype: Annotated[
-        Precision | None,
-        typer.Option(help="Dtype of the weights; default: bfloat16 on a GPU, otherwise float32."),
-    ] = None,
+    model: Model,
+    attn: Attn = None,
+    train: Train = False,
+    dtype: Dtype = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size of a Hugging Face model's input.")] = 2,
-    seq: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Sequence length of a Hugging Face model's input; default: 128, or the most that it takes.",
-        ),
-    ] = None,
+    seq: Seq = None,
     padded: Annotated[bool, typer.Option("--padded", help="Pass a padding mask.")] = False,
-    no_cache: Annotated[
-        bool,
-        typer.Option("--no-cache", help="Call a decoder with use_cache=False; default: the model's own."),
-    ] = False,
+    no_cache: NoCache = False,
     dynamic: Annotated[bool, typer.Option("--dynamic", help="Compile with dynamic=True.")] = False,
-    layers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Limit each stack of a Hugging Face model to this number of layers."),
-    ] = None,
+    layers: Layers = None,
     device: Annotated[Device, typer.Option(help="The device; auto: a GPU if there is one.")] = Device.auto,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GPU", help="Explain for a GPU that need not be in this machine, such as nvidia_h200."
-        ),
-    ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Also write an HTML page with the graphs before and after."),
-    ] = None,
+    target: Target = None,
+    html: Html = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show for each candidate of a model whether it is fused, and why.

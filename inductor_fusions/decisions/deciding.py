@@ -210,11 +210,19 @@ def _unknown(query: Query, device: torch.device) -> str:
     return Reason.NOT_MEASURED(f"not measured on {name}, and no measured shape is close{text}")
 
 
-def decide_for_all(query: Query, tokens: int | Span, device: torch.device) -> Decision:
+def decide_for_all(query: Query, tokens: int | Span | None, device: torch.device) -> Decision:
     """The decision for a number of tokens; for a symbolic one, a kernel that pays at all likely numbers.
 
     Few tokens are left out: the kernels for these need a static number, and are not emitted.
+
+    Args:
+        tokens: None: nothing is known of their number, and no kernel is chosen.
     """
+    if tokens is None:
+        reason = Reason.SYMBOLIC(
+            "the number of rows is symbolic, and no kernel is known to be faster for all its values"
+        )
+        return Decision(None, reason=reason)
     if isinstance(tokens, int):
         return decide(query.at(tokens), device)
     low, hint, high = max(tokens.low, FEW_ROWS + 1), tokens.hint, tokens.high

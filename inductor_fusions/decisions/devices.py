@@ -65,6 +65,25 @@ KNOWN: dict[str, Hardware] = {
 OLDEST = (8, 0)
 
 
+def of_another_kind(device: torch.device) -> str:
+    """Why a device, of whatever capability, has no kernels of ours; "" for an NVIDIA GPU."""
+    if device.type == "cuda" and torch.version.hip is None:
+        return ""
+    return f"no kernel supports {'AMD GPUs' if device.type == 'cuda' else f'devices of type {device.type}'}"
+
+
+def too_old(device: torch.device) -> str:
+    """Why an NVIDIA GPU has no kernels of ours; "" if its compute capability is high enough."""
+    if torch.cuda.get_device_capability(device) < OLDEST:
+        return "the device is older than compute capability {}.{}".format(*OLDEST)
+    return ""
+
+
+def unsupported(device: torch.device) -> str:
+    """Why a device has no kernels of ours; "" if it has."""
+    return of_another_kind(device) or too_old(device)
+
+
 @functools.cache
 def known(name: str) -> Hardware | None:
     """The properties of a device by its name; None if it is unknown."""
@@ -99,7 +118,7 @@ def target(name: str) -> tuple[str, Hardware]:
 
 def hardware(device: torch.device) -> Hardware | None:
     """The properties of a device; None if it is no NVIDIA GPU."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    if of_another_kind(device):
         return None
     named = known(tables.device_name(device))
     try:
@@ -153,7 +172,7 @@ def sources(device: torch.device) -> list[list[Source]]:
     """The tables that count for a device: its own, this machine's and those of its capability; the others."""
     name = tables.device_name(device)
     own, here = tables.load(name), machine.load(device)
-    first = [] if own is None else [Source(name, own if isinstance(own, Table) else Table(own))]
+    first = [] if own is None else [Source(name, own)]
     if here is not None:
         first.append(Source(name, here, is_here=True))
     of = hardware(device)
@@ -164,7 +183,7 @@ def sources(device: torch.device) -> list[list[Source]]:
         whose = known(other)
         table = tables.load(other) if whose is not None and other != name else None
         if table is not None:
-            others.append(Source(other, table if isinstance(table, Table) else Table(table), whose, of))
+            others.append(Source(other, table, whose, of))
     return [
         [*first, *(source for source in others if source.is_alike)],
         [source for source in others if not source.is_alike],

@@ -163,7 +163,7 @@ class Measurer:
 
     def may(self, problem: Problem, device: torch.device) -> bool:
         """Whether an unknown problem may be measured now."""
-        wanted = config.measure and config.policy == "profitable" and _key(problem, device) not in self.asked
+        wanted = config.measure and not config.always() and _key(problem, device) not in self.asked
         return bool(wanted) and not self.forbidden(device)
 
     def forbidden(self, device: torch.device) -> str:

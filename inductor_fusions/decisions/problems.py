@@ -44,10 +44,12 @@ Row = Mapping[str, Any]
 
 #: Columns that a tile needs at least: ranks up to it are computed, and read, as it is.
 NARROWEST = 16
-#: Rows up to which linears with adapters are a pair of kernels that read each weight once.
+#: Rows that are one tile: up to so many, linears with adapters are a pair of kernels that read weights once.
 FEW_ROWS = 64
 #: Rows up to which kernels multiply without tensor cores.
 SINGLE_ROWS = 4
+#: The largest K of the second product of an adapter: a rank of 128 in three summands.
+MOST_INNER = 3 * 128
 
 
 def padded(size: int, least: int = NARROWEST) -> int:
@@ -158,7 +160,7 @@ def _canonical(name: str, value: Any) -> Hashable:
 def _adapter_products(row: Row) -> list[int]:
     """K of the products of a grouped GEMM that belong to adapters: much smaller than that of the others."""
     inner = row["k"] or []
-    return [k for k in inner if k <= 3 * 128 and 4 * k <= max(inner)]
+    return [k for k in inner if k <= MOST_INNER and 4 * k <= max(inner)]
 
 
 def has_adapters(row: Row) -> bool:
@@ -197,9 +199,7 @@ def _untuned(row: Row) -> float:
 
 
 def _block_fills(row: Row, kernel: str, processors: int) -> float:
-    if row["tokens"] <= FEW_ROWS:
-        return 0.0
-    return speedup(of_row(row), processors)
+    return 0.0 if row["tokens"] <= FEW_ROWS else speedup(of_row(row), processors)
 
 
 def _padded(ranks: Sequence[int]) -> int:

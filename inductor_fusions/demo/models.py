@@ -118,9 +118,9 @@ def build(case: Case, device: torch.device, dtype: torch.dtype) -> torch.nn.Modu
     return model
 
 
-def make_inputs(case: Case, vocabulary: int, device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of the model's forward."""
-    generator = torch.Generator(device).manual_seed(1)
+def make_inputs(case: Case, vocabulary: int, device: torch.device, sample: int = 0) -> dict[str, Any]:
+    """Keyword arguments of the model's forward; each sample has other tokens."""
+    generator = torch.Generator(device).manual_seed(1 + sample)
 
     def tokens(length: int) -> torch.Tensor:
         shape = (case.batch, length)

@@ -85,7 +85,7 @@ class Runner:
         self.model = build(case, device, dtype)
         found: Any = self.model.config
         self.config = found
-        self.inputs = make_inputs(case, self.config.vocab_size, device)
+        self.inputs = self._inputs(0)
         self.cotangent = self._cotangent() if case.train else None
         layers = self.config.num_hidden_layers
         self.row = Row(case.title, layers, case.batch, case.seq, case.train, case.sites(self.config))
@@ -96,18 +96,8 @@ class Runner:
         stock: Any = torch.compile(self.model, dynamic=False, options=_STOCK_OPTIONS)
         fused: Any = torch.compile(self.model, dynamic=False)
         with _inductor.fresh_compile():
-            self.say(PHASES[1])
-            with config.patch(enabled=False):
-                row.stock_compile_s, unfused = self._first(stock)
-            self.say(PHASES[2])
-            reporting.clear()
-            row.fused_compile_s, ours = self._first(fused)
-            self._count_sites()
-            self.say(PHASES[3])
-            reference = run_reference(self.case, self.model, self.inputs, self.cotangent)
-            errors = budget.compare(ours, unfused, reference)
+            errors = self._judged(stock, fused)
             row.errors, row.stock_errors = shown(errors, "ours"), shown(errors, "stock")
-            del reference, unfused, ours
             self.say(PHASES[4])
             times = self._interleaved({"stock": stock, "fused": fused})
             row.stock_ms, row.fused_ms = (1e3 * times[name].median for name in ("stock", "fused"))
@@ -119,6 +109,42 @@ class Runner:
         elif row.left:
             row.verdict = f"ok, {row.left} left to stock"
         return row
+
+    def _judged(self, stock: Callable[..., Any], fused: Callable[..., Any]) -> list[budget.Error]:
+        """Errors of the fused model. The first run of each compiles it."""
+        row = self.row
+
+        def unfused(sample: int) -> budget.Values:
+            self._begin(sample, 1)
+            with config.patch(enabled=False):
+                seconds, found = self._once(stock)
+            row.stock_compile_s = row.stock_compile_s or seconds
+            return found
+
+        def ours(sample: int) -> budget.Values:
+            self._begin(sample, 2)
+            seconds, found = self._once(fused)
+            row.fused_compile_s = row.fused_compile_s or seconds
+            if sample == 0:
+                self._count_sites()
+            return found
+
+        def true(sample: int) -> budget.Values:
+            self._begin(sample, 3)
+            return run_reference(self.case, self.model, self.inputs, self.cotangent)
+
+        reporting.clear()
+        errors = budget.judge(ours, unfused, true)
+        self.inputs = self._inputs(0)
+        return errors
+
+    def _begin(self, sample: int, phase: int) -> None:
+        """Tell the phase, and take the inputs of a sample."""
+        self.say(PHASES[phase if sample == 0 else 3])
+        self.inputs = self._inputs(sample)
+
+    def _inputs(self, sample: int) -> dict[str, Any]:
+        return make_inputs(self.case, self.config.vocab_size, self.device, sample)
 
     def _interleaved(self, compiled: dict[str, Any]) -> dict[str, Timing]:
         """Times of a step of each, in as many rounds as there is time for."""
@@ -142,8 +168,9 @@ class Runner:
             output.backward(self.cotangent)
         return output.detach()
 
-    def _first(self, compiled: Callable[..., Any]) -> tuple[float, budget.Values]:
-        """Compile and run one step: seconds, and what the float64 run has of output and gradients."""
+    def _once(self, compiled: Callable[..., Any]) -> tuple[float, budget.Values]:
+        """Run one step, which compiles if it is the first one: seconds, and what the float64 run has of
+        output and gradients."""
         start = time.perf_counter()
         output = self.step(compiled)[:1, : reference_tokens(self.case)]
         gradients = gradients_of(self.model)

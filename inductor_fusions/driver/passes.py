@@ -177,7 +177,7 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
     try:
         for target in fusion.marks:
             changes.remove_marks(target, graph)
-        if config.measure and config.policy == "profitable" and not containment.is_foreign(fusion):
+        if config.measure and not config.always() and not containment.is_foreign(fusion):
             _measure(fusion, graph)
         for candidate in _candidates(fusion, graph):
             if copy is None and containment.is_foreign(fusion):
@@ -300,6 +300,7 @@ def _fuse(fusion: Fusion, candidate: Candidate, number: int, named: set[fx.Graph
                 )
             with changes.reading(fusion, graph):
                 candidate.guard()
+            site.details = candidate.describe()  # the guard may have left out a part of it
             if attempt is not None and key in attempt.without.sites:
                 return attempt.failed(site), 1
             if not _wanted(site):

@@ -11,7 +11,7 @@ from torch import fx
 
 from .._inductor import flex_backward_op, hint
 from ..fusions.attention.flex_backward import FlexBackward
-from ..fusions.kernel_defects.products import SDPA_BACKWARDS, gradients
+from ..fusions.kernel_defects.attention_gradients import SDPA_BACKWARDS, gradients
 from ..graph.inlined import put_in_place
 from ..tags import is_ours
 

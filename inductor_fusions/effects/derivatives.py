@@ -24,28 +24,22 @@ FORWARD = ("_jvp_increment_nesting", "_enter_dual_level", "enter_dual_level")
 REVERSE = ("_grad_increment_nesting",)
 
 
-#: Of a site for which `Modes.reads_into_inference` holds.
-INTO_INFERENCE = "the graph enters inference mode behind an operand, and torch cannot trace views of it there"
-
-
-def check_operation(nodes: Iterable[fx.Node], known: Derivatives | None = None) -> None:
+def check_operation(nodes: Iterable[fx.Node], known: Derivatives) -> None:
     """Refuse an operation of this package in place of some nodes if it lacks a derivative that they need.
 
     Args:
         nodes: the nodes that it replaces, of one graph.
-        known: the derivatives of the graph, if they are known.
+        known: the derivatives of the graph.
 
     Raises:
         Rejected: a transform of torch.func is around one, or another derivative than the first is taken,
             or the graph enters inference mode behind an operand.
     """
     for node in nodes:
-        known = known or Derivatives(node.graph, Modes(node.graph))
         why = known.refused_operation(node)
         if why:
             raise Reason.TRANSFORM.rejected(why)
-        if known.modes.reads_into_inference(node):
-            raise Reason.MODE.rejected(INTO_INFERENCE)
+        known.modes.check_inference(node)
 
 
 def takes_gradient(node: fx.Node) -> bool:

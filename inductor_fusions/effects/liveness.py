@@ -7,7 +7,7 @@ these out, so they read nothing in the code that runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import fx
@@ -37,6 +37,11 @@ def only_reader(node: fx.Node) -> fx.Node | None:
     if len(found) > 1:
         found = [user for user in found if not is_dead(user)]
     return found[0] if len(found) == 1 else None
+
+
+def are_read_elsewhere(nodes: Iterable[fx.Node], within: Collection[fx.Node]) -> bool:
+    """Whether another node than those of `within` reads the result of one of some nodes."""
+    return any(user not in within for node in nodes for user in readers(node))
 
 
 def is_dead(node: fx.Node, depth: int = 32) -> bool:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..reasons import Reason
+
 #: Regions in which values are wrapped, or have a tangent: entered by the first name, left by the second.
 TRANSFORMS = {
     "_vmap_increment_nesting": "_vmap_decrement_nesting",
@@ -173,16 +175,21 @@ class Modes:
         self.end = state
 
     def at(self, node: fx.Node) -> State:
-        """The state where a node runs; for a node that was added later, the one at the end."""
+        """The state where a node runs; a node that was added later changes none."""
+        while node not in self._states and node.op != "root":
+            node = node.next
         return self._states.get(node, self.end)
 
-    def reads_into_inference(self, node: fx.Node) -> bool:
-        """Whether a node in an inference mode that the graph enters reads a value from outside of it.
+    def check_inference(self, node: fx.Node) -> None:
+        """Refuse a node in an inference mode that the graph enters, if it reads a value from outside of it.
 
         A rewrite may add views of its operands, and torch (seen on 2.11 and 2.13) cannot trace a view of a
         tensor from outside there.
         """
-        return self.at(node).inference and not all(self.at(each).inference for each in node.all_input_nodes)
+        if self.at(node).inference and not all(self.at(each).inference for each in node.all_input_nodes):
+            raise Reason.MODE.rejected(
+                "the graph enters inference mode behind an operand, and torch cannot trace views of it there"
+            )
 
 
 def _after(node: fx.Node, state: State, before: dict[fx.Node, State]) -> State:

@@ -245,7 +245,7 @@ def may_alias(first: object, second: object) -> bool:
 def effects(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that do more than compute a value, in order: those that the checks below read.
 
-    A fusion with many candidates computes them once for a graph. They stay valid until such a node is added.
+    They stay valid until such a node is added.
     """
     return [node for node in graph.nodes if may_update_statistics(node) or written(node)]
 
@@ -255,7 +255,7 @@ def check_between(
     last: fx.Node,
     where: str,
     modes: Modes,
-    known: Sequence[fx.Node] | None = None,
+    known: Sequence[fx.Node],
     read: Collection[fx.Node] | None = None,
 ) -> None:  # fmt: skip
     """Refuse if something happens between the nodes that an operation replaces, in Dynamo's graph.
@@ -268,7 +268,7 @@ def check_between(
         nodes: the replaced nodes; nothing may happen after the first of them.
         last: the last replaced node, where the operation reads its operands.
         where: between what and what this is, for the reason.
-        known: the `effects` of the graph, if they are known.
+        known: the `effects` of the graph.
         read: what the operation reads later than the nodes did: only writes to this memory count. None: every
             write counts.
     """
@@ -285,13 +285,13 @@ def check_writes(
     nodes: Collection[fx.Node],
     last: fx.Node,
     where: str,
-    known: Sequence[fx.Node] | None = None,
+    known: Sequence[fx.Node],
     read: Collection[fx.Node] | None = None,
 ) -> None:
     """As `check_between`, of writes alone."""
     first = min(nodes)
     held = None if read is None else [storage(node) for node in read]
-    for node in effects(last.graph) if known is None else known:
+    for node in known:
         if not node < last:
             return
         if node < first:
@@ -303,17 +303,17 @@ def check_writes(
             raise Reason.OVERWRITTEN.rejected(f"{node.name} writes in place between {where}")
 
 
-def check_kept(operands: Collection[fx.Node], last: fx.Node, known: Sequence[fx.Node] | None = None) -> None:
+def check_kept(operands: Collection[fx.Node], last: fx.Node, known: Sequence[fx.Node]) -> None:
     """Refuse if an operand is overwritten later in Dynamo's graph.
 
     For an operation that saves its operands for the backward: the nodes that it replaces need not save them.
 
     Args:
         last: the last node that is replaced.
-        known: the `effects` of the graph, if they are known.
+        known: the `effects` of the graph.
     """
     kept = [storage(node) for node in operands]
-    for node in effects(last.graph) if known is None else known:
+    for node in known:
         if last < node and any(may_alias(storage(other), each) for other in written(node) for each in kept):
             raise Reason.OVERWRITTEN.rejected(
                 f"{node.name} overwrites an operand that is saved for the backward"

@@ -163,7 +163,7 @@ def _check_saving(linear: fx.Node) -> None:
     pointwise operation of another size: the fused kernel would store what stock does not.
     """
     rows = known_size(value(linear).shape[0])
-    if config.policy == "always" or (rows is not None and rows <= MOST_ROWS):
+    if config.always() or (rows is not None and rows <= MOST_ROWS):
         return
     ends = _not_stored(linear)
     if ends:

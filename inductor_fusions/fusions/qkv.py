@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import operands
 from .._inductor import Match, was_erased
 from ..block_mm import emit, guards
 from ..block_mm.lowering import MOST_PRODUCTS
 from ..block_mm.sums import Sum, sum_of_products
-from ..fusion import Candidate, Fusion, Rejected, Scope, nodes_of
+from ..fusion import Candidate, Fusion, Rejected, Reported, Scope, nodes_of
 from ..graph.additions import additions_behind
 from ..graph.builder import Builder, substitute
 from ..graph.facts import facts
@@ -51,6 +52,7 @@ class SharedOperand(Candidate):
 
     Attributes:
         left_over: members that were not fused with the others, and may be fused with each other.
+        why: why they were not.
     """
 
     def __init__(self, graph: fx.Graph, group: Sequence[Product], operand: str) -> None:
@@ -58,15 +60,15 @@ class SharedOperand(Candidate):
         self.graph, self.group = graph, [replace(p, **{operand: first}) for p in group]
         self.anchor = group[0].node
         self.left_over: list[Product] = []
+        self.why: Rejected | None = None
         self.place: Place | None = None
         self.kernel = ""
 
     def describe(self) -> dict[str, str]:
-        first = self.group[0]
-        return {"input": guards.text(first.a), "weights": ", ".join(guards.text(p.b) for p in self.group)}
+        return described(self.group)
 
     def guard(self) -> None:
-        guards.check_device(self.anchor)
+        operands.check_device(value(self.anchor))
         fit, reason = [], None
         for p in self.group:
             try:
@@ -94,6 +96,7 @@ class SharedOperand(Candidate):
             except Rejected as miss:
                 reason = reason or miss
             else:
+                self.why = reason
                 return fit[:count]
         # Perhaps only the first product is in the way of the others.
         self.left_over = fit[1:]
@@ -106,6 +109,11 @@ class SharedOperand(Candidate):
         for p, output in zip(self.group, outputs, strict=True):
             substitute(p.node, output)
         return self.kernel
+
+
+def described(group: Sequence[Product]) -> dict[str, str]:
+    """The input and the weights of products, for the report."""
+    return {"input": guards.text(group[0].a), "weights": ", ".join(guards.text(p.b) for p in group)}
 
 
 def _sizes(p: Product) -> tuple[int, ...]:
@@ -194,3 +202,5 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
                 candidate = SharedOperand(graph, group[:MOST_PRODUCTS], operand)
                 yield candidate
                 group = [*candidate.left_over, *group[MOST_PRODUCTS:]]
+                if len(group) == 1 and candidate.why is not None:
+                    yield Reported(group[0].node, candidate.why, described(group))

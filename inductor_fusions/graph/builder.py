@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from .._inductor import expression, fake_mode_of, is_dense, known_true, symbol_parts, was_erased
-from ..operands import tensor, value
+from ..operands import repeated_dims, tensor, value
 from ..reasons import Reason
 from .facts import facts
 
@@ -105,8 +105,7 @@ class Builder:
         of dense memory with a storage offset is returned as it is, because torch 2.11 drops the offset.
         """
         value = self.value(node)
-        shape, steps = tuple(value.shape), value.stride()
-        repeated = [dim for dim, step in enumerate(steps) if known_true(step == 0) and shape[dim] != 1]
+        shape, repeated = tuple(value.shape), repeated_dims(value)
         for dim in repeated:
             node = self.call("narrow", node, dim, 0, 1)
         if not is_dense(self.value(node)):

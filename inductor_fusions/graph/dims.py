@@ -16,7 +16,7 @@ from torch import fx
 
 from .._inductor import known_true, value_of
 from ..operands import tensor
-from .torch_ops import TRANSPOSES, Op, concrete, read
+from .torch_ops import SPLITS, TRANSPOSES, Op, concrete, read
 
 _MOVES = frozenset({"movedim", "moveaxis"})
 #: Operations that take some elements, or one, of a dim.
@@ -354,7 +354,7 @@ def _part(op: Op) -> Selection | None:
         if type(dim) is not int:
             return None
         index[dim] = number
-    elif call.name in ("split", "split_with_sizes", "chunk"):
+    elif call.name in SPLITS:
         sizes = enumerate(zip(before.shape, after.shape, strict=True))
         others = [dim for dim, (whole, own) in sizes if not known_true(whole == own)]
         if len(others) != 1 and len(parts) != 1:

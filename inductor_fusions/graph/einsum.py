@@ -11,7 +11,13 @@ from .._inductor import known_true
 from ..fusion import Rejected
 from ..operands import tensor
 from ..reasons import Reason
-from .torch_ops import Op
+from .dims import permutation
+from .torch_ops import Op, read
+
+#: Products of matrices, or of batches of them, with the names of their operands.
+_OF_MATRICES = {
+    "matmul": ("input", "other"), "bmm": ("input", "other"), "baddbmm": ("batch1", "batch2"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,11 @@ class Equation:
         return Equation(self.text, self.second, self.first, self.result, self.right, self.left)
 
     @property
+    def keeps_last(self) -> list[bool]:
+        """Whether the result has the last dim of each operand."""
+        return [letters[-1:] in self.result for letters in (self.first, self.second)]
+
+    @property
     def summed(self) -> str:
         """The letters that it sums over products of both operands."""
         return "".join(c for c in self.first if c in self.second and c not in self.result)
@@ -50,14 +61,21 @@ def equation_of(op: Op) -> Equation | None:
 
 
 def equation(op: Op) -> Equation:
-    """The equation of an einsum, a tensordot, or a linear without its bias.
+    """The equation of an einsum, a tensordot, a product of matrices, or a linear without its bias.
+
+    What is added to a product is left out. Operands of a product of matrices are those in front of a
+    permutation.
 
     Raises:
         Rejected: it is not a product of two tensors with one letter for each dim, or it sums over a dim of
             size 1 together with a larger one.
     """
-    if op.name != "einsum":
+    if op.name in _OF_MATRICES:
+        return _of_matrices(op)
+    if op.name in ("tensordot", "linear"):
         return _of_dims(op)
+    if op.name != "einsum":
+        raise Reason.NO_PRODUCT.rejected(f"{op.name} is not a product of two tensors")
     equation, given = op["equation"], operands(op)
     if not isinstance(equation, str):
         raise Reason.NOT_A_TENSOR.rejected("an einsum with its dims given as numbers is not supported")
@@ -101,6 +119,27 @@ def _checked(found: Equation) -> Equation:
         if not known_true(left.shape[found.first.index(c)] == right.shape[found.second.index(c)]):
             raise Reason.SHAPES.rejected(f"{found.text} broadcasts a dim that it sums over")
     return found
+
+
+def _of_matrices(op: Op) -> Equation:
+    sides = [op[name] for name in _OF_MATRICES[op.name]]
+    values = [tensor(side) for side in sides]
+    if any(value is None or not value.dim() for value in values):
+        raise Reason.NO_PRODUCT.rejected(f"{op.name} is not a product of two tensors")
+    ranks = [value.dim() for value in values if value is not None]
+    spare = string.ascii_lowercase[3:]
+    most = max(*ranks, 2)
+    parts = [
+        spare[most - rank : most - 2] + ("b" if rank == 1 else own)
+        for rank, own in zip(ranks, ("ab", "bc"), strict=True)
+    ]
+    result = spare[: most - 2] + "".join(c for c in "ac" if any(c in part for part in parts))
+    for i, side in enumerate(sides):
+        before = read(side)
+        order = None if before is None or before.inplace else permutation(before)
+        if before is not None and order is not None:
+            sides[i], parts[i] = before.input, "".join(parts[i][order.index(d)] for d in range(len(order)))
+    return Equation(op.name, parts[0], parts[1], result, sides[0], sides[1])
 
 
 def _of_dims(op: Op) -> Equation:

@@ -44,7 +44,9 @@ def put_in_place(
         elif each.op == "output":
             outputs = [places[one] for one in each.args[0]]
         elif each.op == "get_attr":
-            raise Reason.IN_BETWEEN.rejected("a score_mod contains a constant tensor")
+            raise Reason.IN_BETWEEN.rejected(
+                "the operations in its place hold a constant tensor, such as one of a score_mod"
+            )
         else:
             with graph.inserting_before(node):
                 places[each] = graph.node_copy(each, places.__getitem__)

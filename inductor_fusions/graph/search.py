@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from torch import fx
+
+from .torch_ops import readers_named
 
 
 def reached(
@@ -25,6 +27,18 @@ def reached(
             seen.add(node)
             yield node
             waiting.extend(onwards(node))
+
+
+def named_behind(
+    node: fx.Node, passed: Collection[str], ends: Collection[str], most: int | None = None
+) -> list[fx.Node]:
+    """The nearest operations of the names `ends` behind a node and others of the names `passed`.
+
+    Args:
+        most: as in `reached`.
+    """
+    inside = reached([node], lambda each: readers_named(each, {*passed} - {*ends}), most)
+    return list(dict.fromkeys(user for each in inside for user in readers_named(each, ends)))
 
 
 def computed_of(node: Any, most: int | None = None) -> Iterator[fx.Node]:

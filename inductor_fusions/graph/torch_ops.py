@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -89,12 +89,15 @@ VIEWS = frozenset(
     "view reshape flatten unflatten view_as reshape_as _unsafe_view squeeze unsqueeze".split()
 )  #: row-major order of elements is kept
 TRANSPOSES = frozenset("transpose swapaxes swapdims permute t".split())
+#: Give all parts of a tensor.
+SPLITS = frozenset("split split_with_sizes chunk unbind".split())
 CASTS = frozenset(
     "to type_as type _to_copy convert_element_type float half bfloat16 double bool int long".split()
 )
 COPIES = frozenset("contiguous clone alias lift_fresh_copy lift_fresh".split())
+#: Products that `einsum.equation` reads.
+EQUATIONS = frozenset({"einsum", "tensordot", "linear"})
 #: The scores of an attention are one of these, and so is its output.
-EQUATIONS = frozenset({"einsum", "tensordot", "linear"})  #: products that `einsum.equation` reads
 PRODUCTS = frozenset({"matmul", "bmm"}) | EQUATIONS
 #: Products to which a tensor is added.
 ADDING = frozenset({"baddbmm", "addmm", "addbmm"})
@@ -102,7 +105,7 @@ ADDING = frozenset({"baddbmm", "addmm", "addbmm"})
 CASTED = PRODUCTS | ADDING
 #: In front of the names of NumPy's operations, which are not read further.
 NUMPY = "numpy."
-#: Its products.
+#: The products of NumPy.
 NUMPY_PRODUCTS = frozenset(NUMPY + name for name in ("matmul", "dot", "einsum", "tensordot"))
 #: Operations that read only the shape, dtype and device of their first argument.
 _LIKE = frozenset("full_like zeros_like ones_like empty_like new_full new_zeros new_ones new_tensor".split())
@@ -230,6 +233,11 @@ def _read(node: fx.Node) -> Op | None:
     if name == "view" and any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
         return Op(node, "bitcast", {}, tuple(args))
     return _bind(node, name, inplace or is_told_to_overwrite(node), args, kwargs)
+
+
+def readers_named(node: fx.Node, names: Collection[str]) -> list[fx.Node]:
+    """The operations of some names that read the result of a node."""
+    return [user for user in readers(node) if (op := read(user)) is not None and op.name in names]
 
 
 def _operator_name(target: Any) -> str:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection
 
 from torch import fx
 
-from .._inductor import fake_mode_of, hint, known_true, suppress_guards
+from .._inductor import fake_mode_of, hint, suppress_guards
 from ..effects.modes import GRADIENT_MODES, TRANSFORMS, name_of
 from ..effects.writes import may_alias, storage, written
 from ..graph.builder import Builder
-from ..operands import requires_grad, tensor
+from ..operands import repeated_dims, requires_grad, tensor, value
 from .copies import OWN
 from .leaving import copied, is_transformed, leaves_of
 
@@ -43,7 +43,7 @@ class Keeping:
         self.in_other_hands = {storage(node) for node in seen} - {None}
         #: Memory of expanded inputs that require a gradient: each repetition has a gradient of its own.
         trained = [n for n in given if requires_grad(n)]
-        self.repeated = {storage(n) for n in trained if _repeats(n)} - {None}
+        self.repeated = {storage(n) for n in trained if repeated_dims(value(n))} - {None}
         self._copies: list[tuple[fx.Node, fx.Node]] = []
 
     def kept(
@@ -93,7 +93,7 @@ class Keeping:
 
     def _without_repeats(self, node: fx.Node, before: fx.Node) -> fx.Node:
         """A value with one element of each dim over which it is expanded."""
-        for dim in _repeats(node):
+        for dim in repeated_dims(value(node)):
             node = Builder(before).call("narrow", node, dim, 0, 1)
         return node
 
@@ -115,16 +115,5 @@ def _seen_through(node: fx.Node) -> fx.Node | None:
     return inputs[0] if before.dtype == after.dtype and name_of(node) != "as_strided" else None
 
 
-def _repeats(node: fx.Node) -> list[int]:
-    """The dims over which a value is expanded."""
-    value = tensor(node)
-    if value is None:
-        return []
-    dims = range(value.dim())
-    return [d for d in dims if known_true(value.stride(d) == 0) and not known_true(value.shape[d] == 1)]
-
-
 def _size(node: fx.Node) -> int:
-    value = tensor(node)
-    assert value is not None
-    return hint(value.numel())
+    return hint(value(node).numel())

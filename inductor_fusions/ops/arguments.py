@@ -17,7 +17,7 @@ def check_tensors(name: str, found: object, or_none: bool = False) -> None:
             raise TypeError(f"{name} must be a list of {kinds}; element {i} is a {type(element).__name__}")
 
 
-def check_device(name: str, tensors: Sequence[torch.Tensor]) -> None:
+def check_one_device(name: str, tensors: Sequence[torch.Tensor]) -> None:
     """Refuse tensors of several devices: an eager product of CPU and meta returns uninitialised memory."""
     for tensor in tensors:
         if tensor.device != tensors[0].device:

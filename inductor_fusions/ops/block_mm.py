@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..block_mm.op import BLOCK_MM
-from .arguments import check_device, check_tensors
+from .arguments import check_one_device, check_tensors
 
 
 def block_mm(
@@ -56,7 +56,7 @@ def block_mm(
     groups = list(range(len(a))) if groups is None else [int(g) for g in groups]
     count = groups[-1] + 1 if groups else 0
     given = {} if bias is None else {g: t for g, t in enumerate(bias) if t is not None}
-    check_device("block_mm", [*a, *b, *given.values()])
+    check_one_device("block_mm", [*a, *b, *given.values()])
     if bias is not None and len(bias) != count:
         raise ValueError(f"block_mm needs one bias (or None) for each of its {count} groups, not {len(bias)}")
     return list(

@@ -10,7 +10,7 @@ import torch
 
 from ..fusions.attention.short.op import SHORT_ATTENTION
 from . import sharding
-from .arguments import check_device, check_tensors
+from .arguments import check_one_device, check_tensors
 
 
 def short_attention(
@@ -57,7 +57,7 @@ def short_attention(
         ValueError: shapes, dtypes, devices or lengths do not match. The message names the arguments.
     """
     check_tensors("masks of short_attention", masks)
-    check_device("short_attention", [q, k, v, *masks])
+    check_one_device("short_attention", [q, k, v, *masks])
     if numbers is None:
         numbers = [-math.inf if mask.dtype == torch.bool else 1.0 for mask in masks]
     if any(hasattr(tensor, "device_mesh") for tensor in (q, k, v, *masks)):  # a DTensor

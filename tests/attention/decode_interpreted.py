@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -45,11 +46,11 @@ class Case:
     scale: float = 0.3
 
 
-def attend(
+def arguments(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, tiles: Sequence[int],
     scale: float | None = None, causal: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """The operation, with what it needs of the mask.
+) -> tuple[Any, ...]:  # fmt: skip
+    """Those of the operation, with what it needs of the mask.
 
     Args:
         tiles: keys of a tile, parts of the keys, warps and stages.
@@ -58,7 +59,12 @@ def attend(
     lowest = None if mask is None or mask.dtype == torch.bool else lowest_of(mask, mask.dtype)
     listed = None if mask is None else op.DECODE_TILES(mask, lowest, k.shape[1], tiles[0])
     scale = float(q.shape[3]) ** -0.5 if scale is None else scale
-    return op.DECODE_ATTENTION(q, k, v, mask, lowest, listed, scale, causal, q.shape[2], list(tiles))
+    return q, k, v, mask, lowest, listed, scale, causal, q.shape[2], list(tiles)
+
+
+def attend(*given: Any) -> torch.Tensor:
+    """The operation, of what `arguments` takes."""
+    return op.DECODE_ATTENTION(*arguments(*given))
 
 
 BASE = Case()

@@ -19,6 +19,8 @@ from inductor_fusions.fusions.attention.short import terms
 
 #: Sizes that differ from each other, and of which no product is another one of them.
 BATCH, HEADS, Q_LEN, KV_LEN, DIM = 2, 3, 7, 13, 16
+LOWEST, INF = torch.finfo(torch.float32).min, float("inf")
+TRAIN = pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 
 Function = Callable[..., Any]
 
@@ -53,7 +55,7 @@ def visible(*shape: int, share: float = 0.6) -> torch.Tensor:
     return mask
 
 
-def additive(mask: torch.Tensor, fill: float = torch.finfo(torch.float32).min) -> torch.Tensor:
+def additive(mask: torch.Tensor, fill: float = LOWEST) -> torch.Tensor:
     """A boolean mask as a bias: 0 where a key is seen, else `fill`."""
     return torch.zeros(mask.shape).masked_fill(~mask, fill)
 
@@ -102,15 +104,17 @@ FLEX = "flex attention is used on cuda only"
 
 
 @contextlib.contextmanager
-def _everywhere(module: Any, kernel: str) -> Iterator[None]:
-    devices = mock.patch.object(module, "DEVICES", frozenset({"cpu", "cuda"}))
+def flex_everywhere(kernel: str = "auto") -> Iterator[None]:
+    """Flex attention on the CPU too: the graphs are run, not the template, which has no backward there."""
+    devices = mock.patch.object(flex, "DEVICES", frozenset({"cpu", "cuda"}))
     with devices, config.patch(attention_kernel=kernel):
         yield
 
 
-def flex_everywhere(kernel: str = "auto") -> contextlib.AbstractContextManager[None]:
-    """Flex attention on the CPU too: the graphs are run, not the template, which has no backward there."""
-    return _everywhere(flex, kernel)
+@contextlib.contextmanager
+def _everywhere(module: Any, kernel: str) -> Iterator[None]:
+    with mock.patch.object(module, "unsupported", lambda device: ""), config.patch(attention_kernel=kernel):
+        yield
 
 
 #: The operations for short attention and for few queries wherever they can be, on the CPU too.

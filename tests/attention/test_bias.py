@@ -18,6 +18,7 @@ from tests.attention.support import (
     HEADS,
     KV_LEN,
     Q_LEN,
+    TRAIN,
     additive,
     capture,
     cases,
@@ -40,6 +41,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.row("X4")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shape(shape: tuple[int, ...]) -> None:
     """A bias without a gradient, and one with.
@@ -175,7 +177,7 @@ def test_other_dtypes() -> None:
         check(added, (*qkv(), bias), fused=None, reference=scored(lambda s, b: s * 0.3 + b))
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@TRAIN
 def test_mask_times_negative(train: bool) -> None:
     """Masked keys become the only visible ones, and the scores of these are equal."""
     mask = additive(visible(Q_LEN, KV_LEN), -1e30)
@@ -183,7 +185,7 @@ def test_mask_times_negative(train: bool) -> None:
     check(scored(lambda s, m: s * 0.3 - m), (*qkv(), mask), fused=None, train=train)
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@TRAIN
 def test_large_positive_bias(train: bool) -> None:
     """What is seen is raised instead of what is hidden being lowered."""
     mask = visible(Q_LEN, KV_LEN).float() * 1e4

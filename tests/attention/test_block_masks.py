@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.attention.support import capture, cases, check, flex_everywhere, qkv, rand
+from tests.attention.support import LOWEST, capture, cases, check, flex_everywhere, qkv, rand
 from tests.cases import masks
 from tests.cases.masks import written
 from tests.support.arguments import named
 
 B, H, S = 2, 2, 300  # two blocks and a part of a third
-LOWEST = torch.finfo(torch.float32).min
 
 
 def rows_and_keys() -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 
 from devtools import cuda_codegen
 from inductor_fusions import config
-from tests.attention.support import cases, check, code_for_a_gpu, flex_everywhere
+from tests.attention.support import TRAIN, cases, check, code_for_a_gpu, flex_everywhere
 
 B, H, S, D = 2, 4, 256, 64
 LOWEST = torch.finfo(torch.bfloat16).min
@@ -109,7 +109,7 @@ def test_compiles_for_a_gpu(case: Any, train: bool, dynamic: bool) -> None:
         assert any(kernel.is_template and "flex_attention" in kernel.name for kernel in module.kernels)
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@TRAIN
 @cases(CASES)
 def test_numbers(case: Any, train: bool) -> None:
     with flex_everywhere("flex"):

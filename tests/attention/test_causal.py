@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.attention.support import BATCH, HEADS, capture, cases, check, qkv, sdpa
+from tests.attention.support import BATCH, HEADS, LOWEST, capture, cases, check, qkv, sdpa
 from tests.support.modules import Module
 
 S = 9
@@ -164,9 +164,6 @@ def test_two_masks_that_are_one() -> None:
     mask = CAUSAL["tril"]
     fn = with_mask(mask, lambda s, m: s.masked_fill(~m, lowest()) + torch.where(m, 0.0, -1e9))
     check(fn, qkv(S, S), kernel="is_causal")
-
-
-LOWEST = torch.finfo(torch.float32).min
 
 
 def test_symbolic_fill() -> None:

@@ -38,20 +38,6 @@ def test_numbers_without_kernels(name: str) -> None:
     torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", ["boolean", "float32", "no mask", "mask of heads"])
-def test_opcheck(kind: str) -> None:
-    case = CASES[kind]
-    q, k, v, shown = decode_interpreted.inputs(case, torch.float32)
-    mask = decode_interpreted.mask_of(case, shown)
-    lowest = None if mask is None or mask.dtype == torch.bool else op.lowest_of(mask, mask.dtype)
-    listed = None
-    if mask is not None:
-        torch.library.opcheck(op.DECODE_TILES, (mask, lowest, case.kv_heads, 16))
-        listed = op.DECODE_TILES(mask, lowest, case.kv_heads, 16)
-    arguments = (q, k, v, mask, lowest, listed, 0.3, case.causal, case.queries, [16, 3, 4, 2])
-    torch.library.opcheck(op.DECODE_ATTENTION, arguments)
-
-
 def test_flops() -> None:
     q, k, v = torch.ones(2, 4, 3, 8), torch.ones(2, 2, 5, 8), torch.ones(2, 2, 5, 6)
     with FlopCounterMode(display=False) as counter:

@@ -11,6 +11,7 @@ from tests.attention.support import (
     HEADS,
     KV_LEN,
     Q_LEN,
+    TRAIN,
     additive,
     cases,
     check,
@@ -66,7 +67,7 @@ def test_masked_upcast(fill: float, dtype: torch.dtype) -> None:
 
 
 @HALF
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@TRAIN
 def test_half(dtype: torch.dtype, train: bool) -> None:
     mask = additive(visible(BATCH, 1, 1, KV_LEN), torch.finfo(dtype).min)
     bias = rand(HEADS, Q_LEN, KV_LEN)

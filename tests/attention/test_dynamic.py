@@ -15,6 +15,7 @@ from tests.attention.support import (
     HEADS,
     KV_LEN,
     Q_LEN,
+    TRAIN,
     additive,
     capture,
     cases,
@@ -26,9 +27,6 @@ from tests.attention.support import (
     scored,
     visible,
 )
-
-TRAIN = pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
-
 
 attend = scored(lambda s: s * 0.3)
 

@@ -16,7 +16,10 @@ import torch
 from inductor_fusions import config
 from tests.attention.support import (
     BATCH,
+    INF,
     KV_LEN,
+    LOWEST,
+    TRAIN,
     capture,
     cases,
     check,
@@ -28,10 +31,7 @@ from tests.attention.support import (
 )
 
 B, H, S = 3, 2, 9
-LOWEST = torch.finfo(torch.float32).min
-INF = float("inf")
 
-TRAIN = pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
@@ -326,7 +326,7 @@ def test_full_compile(dtype: torch.dtype) -> None:
     check(with_mask, (q, k, v, mask.clamp(min=torch.finfo(dtype).min)), dtype=dtype, backend="inductor")
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@TRAIN
 def test_clamp_that_makes_scores_equal(train: bool) -> None:
     """A row whose scores are all raised to one number, which would not absorb them."""
     hidden = torch.where(torch.rand(2, 1, 7, 1) > 0.5, -1e9, 0.0)
@@ -361,7 +361,7 @@ def test_gradient_of_a_bias(case: Any) -> None:
     torch.testing.assert_close(run.grads["4"], exact)
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@TRAIN
 def test_everything_is_hidden(train: bool) -> None:
     fn = scored(lambda s: s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool), -1e9))
     with flex_everywhere():

@@ -21,6 +21,11 @@ def returned(q: Any, k: Any, v: Any, r: Any) -> Any:
     return w @ v, w.mean(1)
 
 
+def symmetric(q: Any, k: Any, v: Any, r: Any) -> Any:
+    w = weights(q, k)
+    return w @ v, w + w.mT
+
+
 REASONS = {
     # Two softmaxes, one product.
     "difference": (
@@ -30,6 +35,7 @@ REASONS = {
         "two attentions",
     ),
     "difference to a mask": (lambda q, k, v, r: (weights(q, k) - torch.eye(Q_LEN)) @ v, 1, "in-between", ""),
+    "sum of one with itself": (symmetric, 1, "also used by .mT", "need_weights=False"),
     "returned": (returned, 1, "weights", "need_weights=False"),
 }
 

@@ -7,8 +7,6 @@ import torch
 from inductor_fusions import config, testing
 from tests.attention.support import qkv, scored
 
-LOWEST = torch.finfo(torch.float32).min
-
 
 def test_compiled_autograd() -> None:
     """The backward is compiled as a whole, at run time."""

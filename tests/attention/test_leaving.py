@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from inductor_fusions import config, reporting, testing
 from inductor_fusions._inductor.compiling import fresh_compile
-from tests.attention.support import capture, flex_everywhere, short_everywhere
+from tests.attention.support import TRAIN, capture, flex_everywhere, short_everywhere
 
 KERNELS = {"sdpa": contextlib.nullcontext, "flex": lambda: flex_everywhere("flex"), "short": short_everywhere}
 
@@ -132,7 +132,7 @@ def same_strides(
     return run
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@TRAIN
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_strides_of_outputs(spelling: str, train: bool) -> None:
     attention, inputs = SPELLINGS[spelling][0], operands(spelling, train)
@@ -151,7 +151,7 @@ def test_strides_of_other_kernels(kernel: str) -> None:
             assert kernel in run.fused[0].kernel
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@TRAIN
 def test_strides_with_symbolic_sizes(train: bool) -> None:
     for spelling in ("3-D", "4-D", "projections", "einsum to bqhd", "einsum to bdqh"):
         attention, inputs = SPELLINGS[spelling][0], operands(spelling, train)
@@ -192,13 +192,13 @@ BODIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@TRAIN
 @pytest.mark.parametrize("body", BODIES)
 def test_strides_of_bodies(body: str, train: bool) -> None:
     same_strides(BODIES[body], operands("4-D", train), fused=None)
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@TRAIN
 def test_operands_of_branches_in_generated_code(train: bool) -> None:
     def fn(q: Any, k: Any, v: Any) -> Any:
         o = views_of_projections(q, k, v)
@@ -345,7 +345,7 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@TRAIN
 def test_nothing_is_copied_in_a_model(train: bool, checkpointed: bool) -> None:
     model = torch.nn.Sequential(Layer(checkpointed), Layer(checkpointed))
     x = torch.randn(2, 6, 24, requires_grad=train)

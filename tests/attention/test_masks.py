@@ -11,7 +11,9 @@ from tests.attention.support import (
     BATCH,
     FLEX,
     HEADS,
+    INF,
     KV_LEN,
+    LOWEST,
     Q_LEN,
     additive,
     cases,
@@ -23,9 +25,6 @@ from tests.attention.support import (
     unfused,
     visible,
 )
-
-LOWEST = torch.finfo(torch.float32).min
-INF = float("inf")
 
 SHAPES = [
     (KV_LEN,), (1, KV_LEN), (Q_LEN, KV_LEN), (HEADS, 1, KV_LEN), (HEADS, Q_LEN, KV_LEN),

@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from inductor_fusions import config
-from tests.attention.support import cases, check, flex_everywhere, qkv, rand
+from tests.attention.support import INF, LOWEST, TRAIN, cases, check, flex_everywhere, qkv, rand
 from tests.support.modules import Module
 
 B, H, N = 2, 4, 150
-LOWEST = torch.finfo(torch.float32).min
-INF = float("inf")
 
 CAUSAL = "flex, block mask: causal, bias in score_mod"
 PADDED = "flex, block mask: causal+pad, bias in score_mod"
@@ -126,7 +124,7 @@ def padded(mask: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("right", [True, False], ids=["right", "left"])
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@TRAIN
 def test_padding(right: bool, train: bool) -> None:
     """Fully masked rows, on the left, are the mean of the values; a gradient flows into q and k."""
     with flex_everywhere("flex"):

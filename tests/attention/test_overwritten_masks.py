@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.attention.support import capture, check, qkv
+from tests.attention.support import LOWEST, capture, check, qkv
 
-LOWEST = torch.finfo(torch.float32).min
 LENGTH = 9
 
 

@@ -14,6 +14,7 @@ from tests.attention.support import (
     BATCH,
     HEADS,
     KV_LEN,
+    LOWEST,
     Q_LEN,
     additive,
     cases,
@@ -25,8 +26,6 @@ from tests.attention.support import (
     unfused,
     visible,
 )
-
-LOWEST = torch.finfo(torch.float32).min
 
 
 def attend(q, k, v, mask=None):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from inductor_fusions import config
-from inductor_fusions.decisions import tables
 from inductor_fusions.fusions.attention import row_bias
-from tests.attention.support import capture, check, code_for_a_gpu, flex_everywhere, qkv
+from tests.attention.support import TRAIN, capture, check, code_for_a_gpu, flex_everywhere, qkv
 from tests.attention.test_block_masks import LOWEST
 
 B, H, S = 3, 2, 24
@@ -130,7 +129,7 @@ def alibi_alone(q, k, v, pad):
 MODELS = {"bloom": bloom, "padded": padded, "added": added, "alibi alone": alibi_alone}
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@TRAIN
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_model(name: str, side: str, train: bool) -> None:
@@ -249,14 +248,14 @@ def test_a_bias_with_more_digits_than_the_kernel() -> None:
 
 
 @pytest.mark.parametrize("gain", [0.0, 9.0])
-def test_the_table_decides(gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_decides(gain: float, shelf: Callable[..., None]) -> None:
     """By default it is taken where it is measured to be the fastest, of this mask with a bias."""
     sizes = dict(batch=B, heads=H, q_len=S, kv_len=S, head_dim=16, dtype="bfloat16", train=False)
     rows = [
         {**sizes, "mask": "causal+pad", "gain": {"sdpa": 2.0, "flex": 3.0}},
         {**sizes, "mask": "alibi causal+pad", "gain": {"sdpa": 2.0, "flex": 4.0, "row_bias": gain}},
     ]
-    monkeypatch.setattr(tables, "load", lambda name: {"attention": rows})
+    shelf(on="cpu", cpu={"attention": rows})
     inputs = (*qkv(S, S, batch=B, heads=H, dtype=torch.bfloat16, grad=False), padding("right"))
     with everywhere(), config.patch(attention_kernel="auto"):
         run = capture(bloom, *inputs, policy="profitable")
@@ -274,7 +273,7 @@ def test_deterministic_training_keeps_another_kernel() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@TRAIN
 def test_generated_code_holds_no_mask_of_pairs(train: bool) -> None:
     """The row alone is passed to the operation, which expands it; no buffer has a column for each query."""
     length, dim = 512, 16

@@ -16,6 +16,7 @@ from tests.attention.support import (
     HEADS,
     KV_LEN,
     Q_LEN,
+    TRAIN,
     capture,
     cases,
     check,
@@ -233,7 +234,7 @@ MAXIMA = {
 
 
 @cases(MAXIMA)
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@TRAIN
 def test_minus_the_maximum(case, train: bool) -> None:
     """A softmax does not see it. As LayoutLMv3: of scores that are divided, and multiplied again."""
 

@@ -11,7 +11,9 @@ from tests.attention.support import (
     BATCH,
     HEADS,
     KV_LEN,
+    LOWEST,
     Q_LEN,
+    TRAIN,
     capture,
     cases,
     check,
@@ -25,8 +27,6 @@ from tests.attention.support import (
     unfused,
     visible,
 )
-
-LOWEST = torch.finfo(torch.float32).min
 
 SOFTCAPS = {
     "tanh": lambda s, m: torch.tanh(s / 5.0) * 5.0,
@@ -171,7 +171,7 @@ SHIFTED = {
 
 
 @cases(SHIFTED)
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@TRAIN
 def test_shift_before_a_function(case, train: bool) -> None:
     """What is added to all scores of a row cancels in a softmax, and in nothing else."""
     with flex_everywhere():
@@ -187,7 +187,7 @@ BOUNDED = {
 
 
 @cases(BOUNDED)
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@TRAIN
 def test_ceiling_above_the_largest_score(case, train: bool) -> None:
     """It changes nothing, so that what is subtracted cancels."""
     seen = check(scored(lambda s, m: case(s)), [*qkv(), rand(1, grad=False)], train=train, slack=4.0)

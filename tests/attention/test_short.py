@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from devtools import cuda_codegen
 from inductor_fusions import config, ops, testing
 from inductor_fusions.fusions.attention.short import plan
-from inductor_fusions.fusions.attention.short.op import SHORT_ATTENTION, SHORT_ATTENTION_BACKWARD
 from tests.attention.short_interpreted import CASES as INTERPRETED
 from tests.attention.support import (
+    LOWEST,
     additive,
     capture,
     cases,
@@ -35,38 +35,9 @@ from tests.support.processes import start
 # The operation -----------------------------------------------------------------------------------
 
 
-def leaf(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64).requires_grad_()
-
-
-def arguments(kind: str) -> tuple[Any, ...]:
-    """One call of each kind: q, k, v, masks, numbers, scale, causal."""
-    tensors = (leaf(4, 2, 3, 2), leaf(4, 2, 5, 2), leaf(4, 2, 5, 3))
-    bias, windows, row = leaf(1, 2, 3, 5), leaf(2, 1, 3, 5), leaf(4, 1, 1, 5)
-    keep = visible(2, 1, 3, 5)
-    masks, numbers = {
-        "plain": ([], []),
-        "masks of windows": ([bias, windows], [1.0, -2.0]),
-        "fill between biases": ([bias, keep, row], [1.0, -10.0, 1.0]),
-    }[kind]
-    return (*tensors, masks, numbers, 0.3, False)
-
-
-KINDS = ["plain", "masks of windows", "fill between biases"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_opcheck(kind: str) -> None:
-    given = arguments(kind)
-    torch.library.opcheck(SHORT_ATTENTION, given)
-    q, k, v, masks, *rest = given
-    fixed = [t.detach() for t in (torch.randn(4, 2, 3, 3).double(), q, k, v)]
-    torch.library.opcheck(SHORT_ATTENTION_BACKWARD, (*fixed, [m.detach() for m in masks], *rest, 2))
-
-
 def test_meaning() -> None:
-    q, k, v = (leaf(4, 2, 5, 3) for _ in range(3))
-    bias, keep = leaf(2, 2, 5, 5), visible(4, 1, 1, 5)
+    q, k, v = (rand(4, 2, 5, 3, dtype=torch.float64) for _ in range(3))
+    bias, keep = rand(2, 2, 5, 5, dtype=torch.float64), visible(4, 1, 1, 5)
     found = ops.short_attention(q, k, v, [bias, keep], causal=True)
     scores = q @ k.mT * 3**-0.5 + bias.repeat(2, 1, 1, 1)
     scores = scores.masked_fill(~keep, -math.inf).masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
@@ -199,7 +170,6 @@ def test_machine_code(shape: str, arch: int) -> None:
 
 # Who becomes it ----------------------------------------------------------------------------------
 
-LOWEST = torch.finfo(torch.float32).min
 BIAS = scored(lambda s, b: s * 0.3 + b)
 
 

@@ -11,6 +11,7 @@ from inductor_fusions.fusions.attention.kernels import FORBIDDEN
 from tests.attention.support import (
     BATCH,
     HEADS,
+    LOWEST,
     Q_LEN,
     capture,
     cases,
@@ -22,8 +23,6 @@ from tests.attention.support import (
     visible,
 )
 from tests.support.modules import Module
-
-LOWEST = torch.finfo(torch.float32).min
 
 #: The weight of a sink is exp(sink - logsumexp): one eps of a logsumexp of 5 is 5 eps of the weight.
 SLACK = 6.0

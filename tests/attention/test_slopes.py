@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.attention.support import capture, cases, check, flex_everywhere, qkv
+from tests.attention.support import INF, LOWEST, capture, cases, check, flex_everywhere, qkv
 from tests.support.modules import Module
 
 B, H, N = 2, 4, 150
-LOWEST = torch.finfo(torch.float32).min
-INF = float("inf")
 CAUSAL = "flex, block mask: causal, bias in score_mod"
 
 

@@ -6,7 +6,6 @@ The windows themselves are in `tests/cases/masks.py`.
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from typing import Any
 
@@ -24,10 +23,8 @@ from inductor_fusions.fusions.attention.masks.algebra import (
     map_parts,
 )
 from inductor_fusions.fusions.attention.masks.values import Select, Value
-from tests.attention.support import check, flex_everywhere, qkv
+from tests.attention.support import INF, check, flex_everywhere, qkv
 from tests.cases.masks import segments, written
-
-INF = math.inf
 
 
 def test_finite_triangles() -> None:

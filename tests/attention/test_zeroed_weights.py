@@ -12,14 +12,21 @@ import torch
 import torch.nn.functional as F
 
 from inductor_fusions import config
-from tests.attention.support import cases, check, flex_everywhere, qkv, rand, short_everywhere, unfused
+from tests.attention.support import (
+    INF,
+    LOWEST,
+    TRAIN,
+    cases,
+    check,
+    flex_everywhere,
+    qkv,
+    rand,
+    short_everywhere,
+    unfused,
+)
 
 B, H, S = 3, 2, 9
-LOWEST = torch.finfo(torch.float32).min
-INF = float("inf")
 REASON = "the weights are set to 0 at keys other than"
-
-TRAIN = pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 
 
 def padding() -> torch.Tensor:

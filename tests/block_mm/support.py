@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 from devtools import cuda_codegen
 from inductor_fusions import config, fusions, reporting
 from inductor_fusions.block_mm.op import BLOCK_MM
+from inductor_fusions.checking.budget import FACTOR, Values, compare, problems
 from inductor_fusions.driver import passes
 
 POST_GRAD = tuple(fusion for fusion in fusions.ALL if fusion.stage == "post_grad")
@@ -177,11 +178,16 @@ def _on_cpu(argument: Any) -> Any:
 
 
 def check(
-    fn: Callable[..., Any], args: Sequence[Any], *, train: bool = False, budget: float = 1.5, **options: Any
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    train: bool = False,
+    budget: float = FACTOR,
+    **options: Any,
 ) -> Run:
     """`run`, and assert that every output and gradient is about as exact as that of eager mode.
 
-    The error of each against float64 may be `budget` times that of eager mode, plus one eps of its dtype;
+    The error budget is that of `testing.check` with a factor of `budget`, relative to eager mode; dtypes and
     strides must be those of eager mode.
     """
     fused = run(fn, args, train=train, **options)
@@ -190,25 +196,17 @@ def check(
         wide = copy.deepcopy(fn).double() if isinstance(fn, nn.Module) else fn
         wide_args = pytree.tree_map_only(torch.Tensor, _double, tuple(args))
         exact = _leaves(wide(*wide_args))
-        rows = [
-            (f"output {i}", x, y, z)
-            for i, (x, y, z) in enumerate(zip(fused.outputs, stock, exact, strict=True))
-        ]
+        grads: list[list[torch.Tensor | None]] = [fused.grads, [], []]
         if train:
-            grads = fused.grads, differentiate(fn, args, stock), differentiate(wide, wide_args, exact)
-            rows += [
-                (f"gradient {i}", x, y, z)
-                for i, (x, y, z) in enumerate(zip(*grads, strict=True))
-                if z is not None
-            ]
-    for name, x, y, z in rows:
-        assert x.dtype == y.dtype and x.shape == y.shape, name
-        if name.startswith("output"):
-            assert x.stride() == y.stride(), f"{name}: strides {x.stride()}, of eager mode {y.stride()}"
-        norm = float(z.detach().norm())
-        ours, theirs = (float((t.double() - z).norm()) / norm for t in (x, y))
-        limit = budget * theirs + torch.finfo(x.dtype).eps
-        assert ours <= limit, f"{name}: error {ours:.2e}, of eager mode {theirs:.2e}"
+            grads[1:] = differentiate(fn, args, stock), differentiate(wide, wide_args, exact)
+    for i, (x, y) in enumerate(zip(fused.outputs, stock, strict=True)):
+        assert x.stride() == y.stride(), f"output {i}: strides {x.stride()}, of eager mode {y.stride()}"
+    for i, (x, y) in enumerate(zip(*grads[:2], strict=True)):
+        assert x is y is None or (x.dtype == y.dtype and x.shape == y.shape), f"gradient {i}"
+    named = [{str(i): x for i, x in enumerate(each)} for each in grads]
+    runs = map(Values, (fused.outputs, stock, exact), named)
+    found = problems(compare(*runs, factor=budget))
+    assert not found, found
     return fused
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from devtools import cuda_codegen
 from inductor_fusions import config, disable, enable, ops
 from inductor_fusions.block_mm import configurations, template
 from inductor_fusions.block_mm.problem import Problem
-from inductor_fusions.decisions import tables
 from inductor_fusions.driver import containment, passes
 from tests.block_mm.support import POST_GRAD, GatedMLP, Linears, rand, run
 
@@ -217,11 +217,11 @@ def row(tokens: int, gain: float) -> dict[str, Any]:
     return {**wanted.key, "tokens": tokens, "gain": gain, "config": chosen}
 
 
-def test_symbolic_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symbolic_rows(shelf: Callable[..., None]) -> None:
     """Fused where it pays for what is likely, with tiles for the number that it is compiled with."""
     gains = {tokens: 1.5 if tokens > 300 else 0.9 for tokens in (128, 256, 512, 1024, 4096, 16384)}
     table = {"block_mm": [row(tokens, gain) for tokens, gain in gains.items()]}
-    monkeypatch.setattr(tables, "load", lambda name: table)
+    shelf(nvidia_h100_80gb_hbm3=table)
     model = Linears(64, (64, 32)).bfloat16()
     for tokens, says in ((256, "no faster than stock"), (1024, "this kernel is not faster for")):
         seen = run(model, (rand(tokens, 64),), policy="profitable", dynamic=True)

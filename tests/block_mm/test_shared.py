@@ -224,6 +224,19 @@ def test_not_where_it_needs_more_memory() -> None:
     assert any("peak memory" in reason for reason in seen.reasons("qkv"))
 
 
+def test_one_that_is_left_over() -> None:
+    """Values that would be in memory beside the scores: one site has q and k, another says why v is not."""
+
+    def fn(x: Any, wq: Any, wk: Any, wv: Any) -> Any:
+        return F.silu((x @ wq) @ (x @ wk).t()) @ (x @ wv)
+
+    weights = [rand(64, n, grad=False) for n in (64, 64, 72)]
+    seen = check(fn, (rand(256, 64, grad=False), *weights))
+    fused, left = [site for site in seen.sites if site.fusion == "qkv"]
+    assert fused.verdict == "fused" and fused.details["weights"] == "bfloat16[64, 64], bfloat16[64, 64]"
+    assert (left.code, left.details["weights"]) == ("memory", "bfloat16[64, 72]")
+
+
 @pytest.mark.parametrize(("width", "outs", "dtype", "says"), [
     (60, (64, 64), torch.bfloat16, "not a multiple of 8"),
     (64, (60, 64), torch.bfloat16, "the number of columns, 60, is not a multiple of 8"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from inductor_fusions.block_mm import configurations, heuristics
 from inductor_fusions.block_mm.problem import Problem, tiles
 from inductor_fusions.decisions import tables
 from inductor_fusions.fusion import LeftToStock
+from inductor_fusions.operands import profitable
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [
@@ -80,7 +82,9 @@ def measured(row: Row, stock: float, autotuned: float, ours: float) -> dict[str,
     }  # fmt: skip
 
 
-def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_rows_of_a_configuration(
+    shelf: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without tensor cores one is for no more rows than it was measured with; beyond the table is none."""
 
     def posed(rows: int, dtype: torch.dtype = torch.bfloat16) -> Problem:
@@ -92,13 +96,12 @@ def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> N
         {**posed(m).key, "tokens": m, "gain": 2.0, "config": asdict(c)}
         for m, c in ((1, one), (4, four), (16, tile))
     ]
-    monkeypatch.setattr(tables, "load", lambda name: {"block_mm": found})
-    monkeypatch.setattr(tables, "device_name", lambda device: "any")
-    monkeypatch.setattr(heuristics, "capability", lambda device: 90)
+    shelf(on="any", any={"block_mm": found})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
     def chosen(rows: int) -> configurations.Config:
         device = torch.device("cuda")
-        assert heuristics.decided(posed(rows), device).kernel == "block_mm"
+        assert profitable(heuristics.decided(posed(rows), device)).kernel == "block_mm"
         return heuristics.choose(posed(rows), device)
 
     assert [chosen(m) for m in (1, 2, 3, 4, 5, 8, 16)] == [one, *[four] * 3, *[tile] * 3]
@@ -115,7 +118,9 @@ def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("tokens, kept", [(2048, True), (1024, False), (1000, False), (4096, True)])
-def test_tiles_that_fill_the_device(tokens: int, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_that_fill_the_device(
+    tokens: int, kept: bool, shelf: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The only row is of 2,048 tokens: half of them have 64 of its tiles, for 132 multiprocessors."""
 
     def posed(rows: int) -> Problem:
@@ -123,9 +128,8 @@ def test_tiles_that_fill_the_device(tokens: int, kept: bool, monkeypatch: pytest
 
     wide = configurations.Config("persistent", 128, 256, 64, 8, 3, subtiles=2)
     row = {**posed(2048).key, "tokens": 2048, "gain": 2.0, "config": asdict(wide)}
-    monkeypatch.setattr(tables, "load", lambda name: {"block_mm": [row]})
-    monkeypatch.setattr(tables, "device_name", lambda device: "nvidia_h100_80gb_hbm3")
-    monkeypatch.setattr(heuristics, "capability", lambda device: 90)
+    shelf(nvidia_h100_80gb_hbm3={"block_mm": [row]})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     chosen = heuristics.choose(posed(tokens), torch.device("cuda"))
     assert (chosen == wide) == kept
     if not kept:
@@ -148,7 +152,7 @@ def test_table(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_table.kept(target) == {"block_mm": data["block_mm"]}
 
     monkeypatch.setattr(tables, "device_name", lambda device: "nvidia_h200")
-    monkeypatch.setattr(heuristics, "capability", lambda device: 90)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     posed = projections.problem(ROWS[0], projections.make(ROWS[0], "cpu", 0))
     device = torch.device("cuda")
     assert heuristics.choose(posed, device) == configurations.default(posed, 90)

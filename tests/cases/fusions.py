@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from inductor_fusions.reasons import Reason
+from tests.block_mm.support import rand as leaf
+from tests.lora.spellings import linear, peft_in_float32
 
 WIDTH, RANK, CLASSES = 32, 16, 61
 
@@ -44,10 +46,6 @@ class Case:
     rows: tuple[int, ...] = (0,)
     dims: int = 1
     early: bool = False
-
-
-def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> torch.Tensor:
-    return torch.randn(shape).to(dtype).requires_grad_(grad)
 
 
 def frozen(*shape: int) -> torch.Tensor:
@@ -100,10 +98,6 @@ def clamped_mlp(x: Any, gate: Any, up: Any, down: Any) -> Any:
     return F.linear(F.gelu(x @ gate.t(), approximate="tanh") * F.linear(x, up).clamp(-7, 7), down)
 
 
-def adapted(x: Any, w: Any, a: Any, b: Any) -> Any:
-    return F.linear(x, w) + F.linear(F.linear(x, a), b) * 2.0
-
-
 def without_a_base(x: Any, w: Any, a: Any, b: Any) -> Any:
     return F.linear(F.linear(x, a), b) * 2.0 + w[:1, :1]
 
@@ -112,17 +106,12 @@ def scaled_by_alpha(x: Any, w: Any, a: Any, b: Any) -> Any:
     return torch.add(x @ w.t(), (x @ a.t()) @ b.t(), alpha=0.5)
 
 
-def in_float32(x: Any, w: Any, a: Any, b: Any) -> Any:
-    base = F.linear(x, w)
-    return (base + F.linear(F.linear(x.to(a.dtype), a), b) * 2.0).to(base.dtype)
-
-
 def in_float32_without_a_base(x: Any, w: Any, a: Any, b: Any) -> Any:
     return without_a_base(x, w, a.to(x.dtype), b.to(x.dtype))
 
 
 def two_adapted(x: Any, w: Any, v: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    return adapted(x, w, a, b), adapted(x, v, c, d)
+    return linear(x, w, a, b), linear(x, v, c, d)
 
 
 def two_without_a_base(x: Any, w: Any, v: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
@@ -130,7 +119,7 @@ def two_without_a_base(x: Any, w: Any, v: Any, a: Any, b: Any, c: Any, d: Any) -
 
 
 def gated_adapted(x: Any, w: Any, v: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    return F.silu(adapted(x, w, a, b)) * adapted(x, v, c, d)
+    return F.silu(linear(x, w, a, b)) * linear(x, v, c, d)
 
 
 def gated_without_a_base(x: Any, w: Any, v: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
@@ -209,12 +198,12 @@ CASES = {
         "linear_epilogue", lambda x, w: F.gelu(torch.matmul(x, w.mT)), lambda: square(1),
         lambda x, w: torch.matmul(x, w.mT).cumsum(-1),
     ),
-    "adapted": Case("lora", adapted, lambda: [*square(1), *adapter()], without_a_base, Reason.NO_BASE),
+    "adapted": Case("lora", linear, lambda: [*square(1), *adapter()], without_a_base, Reason.NO_BASE),
     "scaled_by_alpha": Case(
         "lora", scaled_by_alpha, lambda: [*square(1), *adapter()], without_a_base, Reason.NO_BASE
     ),
     "in_float32": Case(
-        "lora", in_float32, lambda: [*square(1), *adapter(torch.float32)], in_float32_without_a_base,
+        "lora", peft_in_float32, lambda: [*square(1), *adapter(torch.float32)], in_float32_without_a_base,
         Reason.NO_BASE,
     ),
     "two_adapted": Case(

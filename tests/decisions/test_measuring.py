@@ -17,7 +17,7 @@ import torch
 import torch._inductor.config
 
 from inductor_fusions import config, decisions
-from inductor_fusions.decisions import Query, Span, decide, decide_for_all, machine, measuring, tables
+from inductor_fusions.decisions import Query, Span, decide, decide_for_all, machine, measuring
 from inductor_fusions.decisions.measuring import Measurer, Unanswered
 
 CPU = torch.device("cpu")
@@ -120,11 +120,9 @@ def test_near_rows_of_this_machine_are_estimated_from_and_far_ones_are_not(proce
 
 
 def test_rows_of_a_table_are_near_wherever_they_say_anything(
-    process: Measured, monkeypatch: pytest.MonkeyPatch
+    process: Measured, shelf: Callable[..., None]
 ) -> None:
-    row = {**LORA, "inner": [4096], "gain": 1.4}
-    table = tables.Table({"lora": [row]})
-    monkeypatch.setattr(tables, "load", lambda name: table if name == "cpu" else None)
+    shelf(on="cpu", cpu={"lora": [{**LORA, "inner": [4096], "gain": 1.4}]})
     assert decide(lora(), CPU).source == "estimated"
     assert process.asked == []
 

@@ -373,9 +373,14 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "of two sets, by einsum": (
         lambda x, t: torch.einsum("bid,bjd->bij", t, t[:, :3] + 1).reshape(SAMPLES, -1), "vectors of two sets"
     ),
+    "of a set and a weight": (lambda x, t: (t @ x[:3].t()).flatten(1), None),
+    "of a set and a weight, by einsum": (
+        lambda x, t: torch.einsum("bid,kd->bik", t, x[:3]).reshape(SAMPLES, -1), None
+    ),
     "of two sets, in a matrix": (lambda x, t: t @ (t + 1).mT, None),
     "of two sets, over the vectors": (lambda x, t: (t.mT @ (t + 1)).flatten(1), None),
     "compressed": (lambda x, t: (t @ (t.mT @ x[:F])).flatten(1), "through matrices"),  # Wukong
+    "compressed, from the left": (lambda x, t: (t @ t.mT @ x[:F]).flatten(1), "through matrices"),
     "compressed, of two": (lambda x, t: (t @ ((t + 1).mT @ x[:F])).flatten(1), None),
     "the largest, summed": (  # ColBERT
         lambda x, t: (t @ (t + 1).permute(0, 2, 1)).max(2).values.sum(1), "late interaction"

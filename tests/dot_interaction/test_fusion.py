@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from torch import nn
 
 from inductor_fusions import testing
 from inductor_fusions.fusions import dot_interaction
+from inductor_fusions.fusions.dot_interaction import check_kernel
 from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
+from tests.attention.support import rand
 from tests.dot_interaction.forms import (
     GIVEN,
     LI,
@@ -27,24 +31,14 @@ from tests.dot_interaction.forms import (
 )  # fmt: skip
 from tests.support.modules import Module
 
-
-@pytest.fixture(autouse=True)
-def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU; the operation has a meaning on every device."""
-    monkeypatch.setattr(dot_interaction, "check_kernel", lambda t: None)
-
-
-def rand(*shape: int) -> torch.Tensor:
-    return torch.randn(shape).requires_grad_()
+pytestmark = pytest.mark.usefixtures("any_device")
 
 
 def operands() -> tuple[torch.Tensor, torch.Tensor]:
     return rand(SAMPLES, D), rand(SAMPLES, F, D)
 
 
-def check(fn: Callable[..., Any], inputs: Any, **options: Any) -> testing.Checked:
-    return testing.check(fn, inputs, **{"backend": testing.EAGER_AFTER_PASSES, "slack": 4.0, **options})
-
+check = partial(testing.check, backend=testing.EAGER_AFTER_PASSES, slack=4.0)
 
 OPERATIONS = {"transposed first": (rand(SAMPLES, D), rand(SAMPLES, F, 3))}
 
@@ -228,16 +222,9 @@ def test_transforms(transform: Callable[..., Any], reason: str) -> None:
     check(fn, operands(), fused=0, reason=reason, train=False)
 
 
-def test_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    check(SPELLINGS["reference"], operands(), fused=0, reason="on the CPU")
-
-
-@pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    held: dict[str, Any] = {"dot_interaction": []}
-    monkeypatch.setattr(dot_interaction.tables, "load", lambda name: held)
-    yield held
+def test_cpu() -> None:
+    with mock.patch.object(dot_interaction, "check_kernel", check_kernel):
+        check(SPELLINGS["reference"], operands(), fused=0, reason="on the CPU")
 
 
 @pytest.mark.parametrize(
@@ -245,18 +232,20 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     [(1.5, 6, True, 1), (1.5, 12, True, 1), (1.5, 24, True, 0), (0.9, 6, True, 0), (1.5, 6, False, 0)],
 )
 def test_what_is_measured_decides(
-    gain: float, samples: int, dense: bool, fused: int, table: dict[str, Any]
+    gain: float, samples: int, dense: bool, fused: int, shelf: Callable[..., None]
 ) -> None:
     row = {"dtype": "float32", "train": True, "features": F, "width": D, "dense": dense, "samples": samples}
-    table["dot_interaction"].append({**row, "gain": gain, "tiles": [2, 2, 1, 1]})
+    shelf(on="cpu", cpu={"dot_interaction": [{**row, "gain": gain, "tiles": [2, 2, 1, 1]}]})
     run = check(SPELLINGS["lists"], operands(), policy="profitable", fused=fused)
     assert ("measure" in run.sites[0].kernel) if fused else ("measured" in run.sites[0].reason)
 
 
 @pytest.mark.parametrize(("pairs", "fused"), [(10, 1), (8, 0)])
-def test_concatenations_that_stock_has_in_memory(pairs: int, fused: int, table: dict[str, Any]) -> None:
+def test_concatenations_that_stock_has_in_memory(pairs: int, fused: int, shelf: Callable[..., None]) -> None:
     row = {"dtype": "float32", "train": True, "features": F, "width": D, "dense": False, "samples": SAMPLES}
-    table["dot_interaction"].append({**row, "pairs": "gathered", "gain": 1.5, "tiles": [2, 2, 1, 1]})
+    shelf(
+        on="cpu", cpu={"dot_interaction": [{**row, "pairs": "gathered", "gain": 1.5, "tiles": [2, 2, 1, 1]}]}
+    )
 
     def fn(x: Any, t: Any) -> Any:
         features = own(t)

@@ -5,17 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inductor_fusions.fusions.lora import factors, merged, norms
 from inductor_fusions.testing import says
 from tests.block_mm.support import check, run
 from tests.forms import LINEAR_FORMS, LinearForm
 
-
-@pytest.fixture(autouse=True)
-def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, before autograd as well."""
-    for module in (norms, factors, merged):
-        monkeypatch.setattr(module, "check_device", lambda value: None)
+pytestmark = pytest.mark.usefixtures("any_device")
 
 
 @pytest.mark.parametrize("form", list(LINEAR_FORMS.values()), ids=list(LINEAR_FORMS))

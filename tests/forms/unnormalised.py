@@ -97,6 +97,13 @@ def retention(q: Any, k: Any, v: Any) -> Any:
     return (scores / scores.detach().abs().sum(-1, keepdim=True).clamp(min=1)) @ v
 
 
+@form(*((2, 9, 4, 8),) * 3, fused=0, reasons=("sigmoid, and no softmax",))
+def sigmoid_of_permuted_keys(q: Any, k: Any, v: Any) -> Any:
+    """One permutation moves the heads and transposes the keys."""
+    q, k, v = q.permute(0, 2, 1, 3), k.permute(0, 2, 3, 1), v.permute(0, 2, 1, 3)
+    return torch.sigmoid(q @ k) @ v
+
+
 @form((2, 9, 8), (2, 9, 8), (9, 9), (2, 9, 8), fused=0, reasons=("matmul is between the product",))
 def sigmoid_in_front_of_a_linear(q: Any, k: Any, w: Any, v: Any) -> Any:
     """ASTGCN: the matrix is none of values, and a softmax over the queries follows."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from bench.common import is_fatal
 from inductor_fusions import _inductor, config, reporting
 from inductor_fusions.checking.runs import Float64Mode, copied, leaves, near
 from tests.gpu.moving import HALF, Program, device_of, mapping
@@ -87,7 +88,7 @@ def judge(
             try:
                 found, _, _ = judged.compiled(enabled=False)
             except Exception as error:
-                if not fatal(error):
+                if not is_fatal(error):
                     raise
                 verdict.stock_wrong = f"{type(error).__name__}: {str(error).strip()[:300]}"
                 return verdict, moved
@@ -126,7 +127,7 @@ class _Judged:
         except _Refused:
             raise
         except Exception as error:
-            if fatal(error):
+            if is_fatal(error):
                 raise
             raise _Refused(f"{type(error).__name__} in eager mode") from error
         if not self.eager:
@@ -198,7 +199,7 @@ class _Judged:
                 if device_of(self.program) != "cpu":
                     torch.cuda.synchronize()
             except Exception as error:
-                if fatal(error):
+                if is_fatal(error):
                     raise
                 if device_of(self.program) != "cpu":
                     torch.cuda.synchronize()  # raises what a launch before the error has done to the device
@@ -322,14 +323,8 @@ def mixed_in(program: Program, train: bool, layout: int) -> None:
         if device_of(program) != "cpu":
             torch.cuda.synchronize()
     except Exception as error:
-        if fatal(error):
+        if is_fatal(error):
             raise RuntimeError(f"an eager call of {program.fn}: {error}") from error
-
-
-def fatal(error: BaseException) -> bool:
-    """Whether the process can use its GPU no more."""
-    text = str(error)
-    return "CUDA error" in text or "illegal memory" in text or "device-side assert" in text
 
 
 def broken() -> bool:

@@ -151,7 +151,7 @@ class Recorder:
             if moved is not None and self.only is None:
                 self.mix(moved, verdict.train)
         except Exception as error:
-            if judging.fatal(error):
+            if judging.is_fatal(error):
                 text = f"{type(error).__name__}: {str(error).strip()[:300]}"
                 self.write("lost", name=name, dtype=str(dtype)[6:], train=training and train, text=text)
                 os._exit(LOST)

@@ -20,7 +20,7 @@ from inductor_fusions.fusions.linear_cross_entropy.op import LINEAR_CROSS_ENTROP
 from inductor_fusions.fusions.lora import decode
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.op import LORA_DOWN
-from inductor_fusions.fusions.outer_product_linear.op import OUTER_PRODUCT_LINEAR, pairs
+from inductor_fusions.fusions.outer_product_linear.op import OUTER_PRODUCT_LINEAR, outer_products
 from tests.attention.support import decode_everywhere, flex_everywhere, short_everywhere
 
 LOWEST = torch.finfo(torch.float32).min
@@ -209,7 +209,7 @@ def loss_head(h: Tensor, w: Tensor) -> Tensor:
 
 
 def product(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
-    return F.linear(pairs(u, v), w)
+    return F.linear(outer_products(u, v), w)
 
 
 def square(u: Tensor, w: Tensor) -> Tensor:

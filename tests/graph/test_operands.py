@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing._internal.two_tensor import TwoTensor
 
-from inductor_fusions import operands
+from inductor_fusions import lowering, operands
+from inductor_fusions.decisions import unsupported
 from inductor_fusions.fusion import LeftToStock, Rejected
+from inductor_fusions.fusions.attention.decode import op as decode
+from inductor_fusions.fusions.attention.decode import plan
+from inductor_fusions.fusions.attention.short import terms
+from inductor_fusions.fusions.dot_interaction import op as dots
 from inductor_fusions.fusions.dot_interaction.op import DTYPES
+from inductor_fusions.fusions.linear_cross_entropy import chunks
+from inductor_fusions.fusions.outer_product_linear import op as outer_product
 from tests.support.processes import start
 
 
-def made(device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def made(device: str, dtype: torch.dtype = torch.float32, *lead: int) -> torch.Tensor:
     with FakeTensorMode():
-        return torch.empty(8, 16, dtype=dtype, device=device)
+        return torch.empty(*lead, 8, 16, dtype=dtype, device=device)
 
 
 @pytest.mark.parametrize("key", ["example_value", "val"])
@@ -27,6 +39,16 @@ def test_tensor(key: str) -> None:
     assert operands.tensor(node) is None
     node.meta[key] = value = made("cpu")
     assert operands.tensor(node) is value
+
+
+def test_repeated_dims() -> None:
+    """Not those of one element; a size without a value may be one, and no guard is asked for it."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        unknown = mode.shape_env.create_unbacked_symint()
+        expanded = torch.empty(1, 4, 1, 1).expand(1, 4, unknown, 8)
+    assert operands.repeated_dims(expanded) == [2, 3]
+    assert operands.repeated_dims(torch.ones(1).expand(1)) == []
 
 
 def test_text() -> None:
@@ -59,6 +81,29 @@ def test_kernels() -> None:
     operands.check_device(made("cuda"))
     for dtype in DTYPES:
         operands.check_device(made("cuda", dtype), DTYPES)
+
+
+@pytest.mark.parametrize(("hip", "capability", "reason"), [
+    (None, (8, 0), ""),
+    (None, (7, 5), "the device is older than compute capability 8.0"),
+    ("6.4", (9, 4), "no kernel supports AMD GPUs"),
+])  # fmt: skip
+def test_devices(
+    hip: str | None, capability: tuple[int, int], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operations, guards and lowerings agree in which devices have kernels."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    x = made("cuda", torch.bfloat16)
+    assert unsupported(x.device) == reason
+    with pytest.raises(Rejected, match=reason) if reason else contextlib.nullcontext():
+        lowering.check_templates(x.device)
+    problem: Any = SimpleNamespace(q=SimpleNamespace(value=x))
+    for refused in (terms.refused, plan.refused) if reason else ():
+        assert refused(problem) == reason
+    for has_kernel in (chunks.has_kernel, decode._has_kernel, outer_product._has_kernel):
+        assert has_kernel(x) is not bool(reason)
+    assert dots.has_kernel(made("cuda", torch.bfloat16, 1)) is not bool(reason)
 
 
 SETTINGS = """

@@ -15,6 +15,7 @@ from inductor_fusions import _inductor, config
 from inductor_fusions.driver import matching, passes
 from inductor_fusions.fusion import Fusion, Rejected
 from inductor_fusions.fusions import gated_mlp, linear_epilogue, lora, product_diagonal
+from tests.support.errors import assert_within_budget
 from tests.support.graphs import traced
 
 aten = torch.ops.aten
@@ -27,9 +28,7 @@ def applied(fusion: Fusion, fn: Callable[..., Any], *inputs: torch.Tensor) -> li
     module.graph.lint()
     module.recompile()
     exact = fn(*(x.double() for x in inputs))
-    error = (fn(*inputs).double() - exact).abs().max()
-    eps = torch.finfo(inputs[0].dtype).eps
-    assert (module(*inputs)[0].double() - exact).abs().max() <= 1.5 * error + eps * exact.abs().max()
+    assert_within_budget(module(*inputs)[0], fn(*inputs), exact)
     return [(site.verdict, site.reason) for site in sites]
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
-from torch.library import opcheck
 
 from devtools import cuda_codegen
 from inductor_fusions import explain
-from inductor_fusions.fusions.stored_indices import STORED
 
 S, BUCKETS = 40, 16
 
@@ -66,9 +63,3 @@ def test_cheap_indices_are_left_alone() -> None:
         return torch.gather(x, -1, position) + torch.gather(x * 2, -1, position)
 
     assert sites(fn, torch.randn(8, S, 24)) == []
-
-
-@pytest.mark.parametrize("dtype", [torch.long, torch.float32])
-def test_operation(dtype: torch.dtype) -> None:
-    """The operation is what torch takes one to be."""
-    opcheck(STORED, (torch.arange(12).view(3, 4).t().to(dtype),))

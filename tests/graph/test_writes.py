@@ -116,15 +116,19 @@ BETWEEN: dict[str, tuple[Callable[[fx.Graph, fx.Node], Any], str]] = {
 }
 
 
+def check_between(nodes: list[fx.Node], last: fx.Node) -> None:
+    writes.check_between(nodes, last, "here and there", Modes(last.graph), writes.effects(last.graph))
+
+
 @pytest.mark.parametrize("name", BETWEEN)
 def test_between(name: str) -> None:
     other, reason = BETWEEN[name]
     first, last = calls(fx.Graph(), "between", other)
     with pytest.raises(Rejected, match=reason):
-        writes.check_between([first, last], last, "here and there", Modes(first.graph))
+        check_between([first, last], last)
     for place in ("before", "after"):
         first, last = calls(fx.Graph(), place, other)
-        writes.check_between([first, last], last, "here and there", Modes(first.graph))
+        check_between([first, last], last)
 
 
 def test_gradients_that_are_switched() -> None:
@@ -138,12 +142,28 @@ def test_gradients_that_are_switched() -> None:
         first, last = calls(fx.Graph(), "between", lambda g, _, states=states: switched(g, *states))
         first.meta["example_value"] = torch.zeros(3)
         if states[-1]:
-            writes.check_between([first], last, "here and there", Modes(first.graph))
+            check_between([first], last)
             continue
         with pytest.raises(Rejected, match="grad mode changes between here and there"):
-            writes.check_between([first], last, "here and there", Modes(first.graph))
+            check_between([first], last)
         first.meta["example_value"] = torch.arange(3)
-        writes.check_between([first], last, "here and there", Modes(first.graph))
+        check_between([first], last)
+
+
+def test_modes_of_a_node_that_was_added() -> None:
+    """They are those of its place."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(torch._C._set_grad_enabled, (False,))
+    inside = graph.call_method("exp", (x,))
+    graph.call_function(torch._C._set_grad_enabled, (True,))
+    graph.output(graph.call_method("exp", (x,)))
+    modes = Modes(graph)
+    with graph.inserting_after(inside):
+        added = graph.call_method("neg", (x,))
+    with graph.inserting_before(graph.output_node()):
+        last = graph.call_method("neg", (x,))
+    assert [modes.at(node).gradients for node in (inside, added, last)] == [False, False, True]
 
 
 def chained(graph: fx.Graph, *steps: Any) -> list[fx.Node]:
@@ -213,7 +233,7 @@ def test_what_is_no_write() -> None:
         graph.call_function(wrap, (body(graph, inplace=False), x))
 
     first, last = calls(fx.Graph(), "between", reads)
-    writes.check_between([first], last, "here and there", Modes(first.graph))
+    check_between([first], last)
 
 
 def test_all_that_is_written() -> None:
@@ -236,7 +256,7 @@ def test_kept(what: str) -> None:
     view.meta["example_value"] = x.meta["example_value"].view(-1)
     graph.call_function(F.relu, ({"operand": x, "view": view, "other": y}[what], True))
     if what == "other":
-        writes.check_kept([x], last)
+        writes.check_kept([x], last, writes.effects(graph))
     else:
         with pytest.raises(Rejected, match="relu overwrites an operand that is saved"):
-            writes.check_kept([x], last)
+            writes.check_kept([x], last, writes.effects(graph))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -219,6 +220,29 @@ def test_errors_of_several_runs() -> None:
     integers = budget.Error("output[1]", False, 0.0, 0.0, 0.0, "output[1] is not that of stock")
     found = budget.pooled([[error(1.0, 1.0)], [error(1.0, 1.0), integers]])
     assert budget.problems(found) == ["output[1] is not that of stock"]
+
+
+def test_an_error_over_budget_is_judged_again() -> None:
+    """On other samples, which are asked for only then; stock is run first."""
+    asked: list[tuple[str, int]] = []
+
+    def run(name: str, *errors: float) -> Callable[[int], budget.Values]:
+        def at(sample: int) -> budget.Values:
+            asked.append((name, sample))
+            return budget.Values(torch.ones(4) + errors[min(sample, len(errors) - 1)], {})
+
+        return at
+
+    def problems(*errors: float) -> list[str]:
+        asked.clear()
+        return budget.problems(budget.judge(run("ours", *errors), run("stock", 1e-3), run("true", 0.0)))
+
+    assert not problems(1.4e-3)
+    assert asked == [("stock", 0), ("ours", 0), ("true", 0)]
+    assert not problems(1.6e-3, 1e-3)
+    assert [sample for name, sample in asked if name == "ours"] == list(range(budget.SAMPLES))
+    assert problems(1.4e-3, 1e-2) == []  # the others are not asked for
+    assert problems(1.6e-3, 1.6e-3) and problems(float("nan"), 1e-3)
 
 
 def test_check_of_nan() -> None:

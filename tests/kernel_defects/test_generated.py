@@ -21,7 +21,7 @@ from inductor_fusions import config, reporting
 from inductor_fusions._inductor import torch_version
 from inductor_fusions.fusions import kernel_defects
 from inductor_fusions.fusions.kernel_defects import op, own_dropout
-from inductor_fusions.fusions.kernel_defects.products import gradients
+from inductor_fusions.fusions.kernel_defects.attention_gradients import gradients
 from tests.attention.support import flex_everywhere, short_everywhere
 from tests.kernel_defects.examples import DIM, HEADS, LENGTH, of_scaled_query, scaled_query
 from tests.support.arguments import named

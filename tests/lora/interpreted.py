@@ -209,7 +209,7 @@ def _narrow_error(case: Case, x: torch.Tensor, a: list[torch.Tensor], scales: li
     if case.dynamic:
         for t in (x, *kept):
             torch._dynamo.mark_dynamic(t, 0)
-    templates = 2 if case.summands and case.rows > narrow_kernel.FEW_ROWS else 1
+    templates = 2 if case.summands and case.rows > narrow_kernel.UNSPLIT_ROWS else 1
     in_parts = case.config.splits > 1
     together = in_parts and (len(a) > 1 or (case.split and wide != thin))
     outputs = generated(fn, (x, a, kept), in_parts and not together, templates + together)

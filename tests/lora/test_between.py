@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inductor_fusions.fusions.lora.decode import MOST_ROWS
+from inductor_fusions.decisions.problems import FEW_ROWS
 from inductor_fusions.fusions.lora.op import NARROW_MM
 from inductor_fusions.fusions.lora.profit import check_few_rows
 from inductor_fusions.reasons import LeftToStock, Reason
@@ -166,7 +166,7 @@ def test_the_backward_of_a_small_mlp() -> None:
 
 
 @pytest.mark.parametrize("tokens, plain, left", [
-    (MOST_ROWS, False, True), (MOST_ROWS + 1, False, False), (None, False, False), (1, True, False),
+    (FEW_ROWS, False, True), (FEW_ROWS + 1, False, False), (None, False, False), (1, True, False),
 ])  # fmt: skip
 def test_few_rows_are_left_to_stock(tokens: int | None, plain: bool, left: bool) -> None:
     """The operation for few rows is not measured with anything between A and B."""

@@ -15,9 +15,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 from devtools import cuda_codegen
-from inductor_fusions import config, reporting
-from inductor_fusions.block_mm import guards
-from inductor_fusions.decisions import tables
+from inductor_fusions import config, operands, reporting
 from inductor_fusions.fusions.lora import inputs, profit
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.op import NARROW_MM
@@ -56,8 +54,8 @@ class Adapted(nn.Module):
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every device counts: the operations are products one by one there."""
     monkeypatch.setattr(inputs, "check_device", lambda value: None)
-    monkeypatch.setattr(guards, "check_device", lambda node: None)
-    monkeypatch.setattr(profit, "capability", lambda device: 80)
+    monkeypatch.setattr(operands, "check_device", lambda value: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
 
 
 def outcome(
@@ -363,7 +361,7 @@ def test_kernels_of_a_step(adapters: torch.dtype, count: int, dynamic: bool) -> 
 
 @pytest.mark.parametrize("adapters", [FP32, BF16], ids=str)
 def test_what_a_dropout_leaves_is_in_memory_once(
-    adapters: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    adapters: torch.dtype, shelf: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it is kept for the backward, the product reads that, not what it was before it was scaled."""
     monkeypatch.setattr(inputs, "_read", lambda node: None)
@@ -371,7 +369,7 @@ def test_what_a_dropout_leaves_is_in_memory_once(
     (call,) = targets(seen, NARROW_MM)
     (output,) = seen.graphs[0].find_nodes(op="output")
     assert named(call).x in output.all_input_nodes
-    monkeypatch.setattr(tables, "load", lambda name: {"lora_dropout": []})
+    shelf(on="cpu", cpu={"lora_dropout": []})
     checked = []
     monkeypatch.setattr(profit, "check_dropped", lambda shape, device: checked.append(shape))
     run(Adapted(adapters), (rand(96, IN),), train=True)

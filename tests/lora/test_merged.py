@@ -10,15 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from inductor_fusions import config, reporting, testing
-from inductor_fusions.decisions import tables
-from inductor_fusions.fusions.lora import merged, profit
 
 
 @pytest.fixture(autouse=True)
-def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU."""
-    monkeypatch.setattr(merged, "check_device", lambda value: None)
-    monkeypatch.setattr(profit, "capability", lambda device: 90)
+def on_hopper(any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
 
 def operands() -> tuple[torch.Tensor, ...]:
@@ -62,15 +58,14 @@ def test_it_is_not_measured() -> None:
 
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", ["loralib", "a second linear"])
-def test_measured(name: str, train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured(name: str, train: bool, shelf: Callable[..., None]) -> None:
     """Two products where a row says that they are faster: one with a weight, and one without."""
     row = {
         "inner": 32, "outer": 48, "rank": 4, "base": name == "loralib", "train": train, "dtype": "float32",
         "tf32": False, "tokens": 24,
     }  # fmt: skip
     for gain, how in ((1.5, {"fused": 1}), (0.9, {"fused": 0, "reason": "not-faster"})):
-        table = tables.Table({"lora_merged": [{**row, "gain": gain}]})
-        monkeypatch.setattr(tables, "load", {"cpu": table}.get)
+        shelf(on="cpu", cpu={"lora_merged": [{**row, "gain": gain}]})
         found = check(FORMS[name], policy="profitable", train=train, **how)
         assert gain < 1 or found.ours.fused[0].kernel == "two products, 1.50x measured"
 

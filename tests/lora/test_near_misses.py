@@ -146,6 +146,15 @@ def test_float64() -> None:
     assert not seen.fused("lora") and not targets(seen, NARROW_MM, 1)
 
 
+def test_matrices_of_different_dtypes() -> None:
+    def fn(x: Any, w: Any, a: Any, b: Any) -> Any:
+        return F.linear(x, w) + F.linear(F.linear(x.float(), a).to(b.dtype), b)
+
+    x, w, a, b = operands()
+    seen = run(fn, (x, w, a.float(), b))
+    assert seen.reasons("lora") == ["the two matrices of an adapter have different dtypes"]
+
+
 def test_float16_base_of_float32_adapters() -> None:
     x, w, a, b = operands(dtype=WHOLE)
     seen = run(peft_in_float32, (x.half(), w.half(), a, b))

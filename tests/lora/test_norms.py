@@ -9,17 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inductor_fusions.fusions.lora import factors, norms
 from tests.block_mm.support import check, rand
 from tests.lora.spellings import WHOLE, operands
 
-
-@pytest.fixture(autouse=True)
-def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, before autograd as well."""
-    for module in (norms, factors):
-        monkeypatch.setattr(module, "check_device", lambda value: None)
-
+pytestmark = pytest.mark.usefixtures("any_device")
 
 #: Of the input, of what the linear and the adapter give, and of the vector.
 FORMS: dict[str, Callable[..., Any]] = {

@@ -19,7 +19,7 @@ import transformers
 
 from inductor_fusions import config
 from inductor_fusions.decisions import tables
-from inductor_fusions.fusions.lora import inputs, profit
+from inductor_fusions.fusions.lora import inputs
 from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.fusions.lora.op import LORA_LINEAR, NARROW_MM
 from tests.block_mm.support import Run, check, run
@@ -247,7 +247,7 @@ def test_sums_that_are_no_adapters(kind: str) -> None:
 def test_masks_of_dropouts(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each linear has its own: q, k and v are one product that reads three, gate and up two."""
     monkeypatch.setattr(inputs, "check_device", lambda value: None)
-    monkeypatch.setattr(profit, "capability", lambda device: 80)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     model = Adapted("Llama", whole=whole, lora_dropout=0.1).train()
     x = ids("Llama")
     torch.manual_seed(1)

@@ -16,9 +16,9 @@ from inductor_fusions.fusions.lora.accumulate import LORA_ACCUMULATE
 from inductor_fusions.reasons import Reason
 from tests.block_mm.support import Run, differentiate, run
 from tests.lora.spellings import Adapted, targets
+from tests.support.errors import assert_within_budget
 
 IN, OUT, RANK = 64, 48, 16
-EPS = torch.finfo(torch.bfloat16).eps
 
 
 class Quantised(nn.Module):
@@ -57,10 +57,7 @@ def check(model: Adapted) -> Run:
         *zip(seen.grads[1:], grads[1:], exact_grads, strict=True),
         (seen.grads[0], grads[0], grads[0]),  # through the base: what eager mode gives
     ]
-    for ours, eager, true in rows:
-        norm = true.detach().double().norm()
-        found, allowed = (float((t.detach().double() - true).norm() / norm) for t in (ours, eager))
-        assert found <= 1.5 * allowed + EPS
+    assert_within_budget(*zip(*rows, strict=True))
     assert {"lora"} <= {site.fusion for site in seen.sites}
     assert all(site.verdict == "fused" or site.reason for site in seen.sites)
     return seen

@@ -24,6 +24,7 @@ from tests.lora.spellings import (
     with_a_tail,
 )
 from tests.support.arguments import named
+from tests.support.modules import Module
 from tests.support.on_a_gpu import compiled
 
 
@@ -280,30 +281,24 @@ def test_what_is_in_the_middle_is_an_output_where_it_is_used() -> None:
     assert seen.fused("lora") == 1 and not targets(seen, LORA_LINEAR)
 
 
-class Adapted(nn.Module):
-    """A linear with an adapter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.a, self.b = (nn.Parameter(t) for t in operands()[1:])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.w, self.a, self.b)
+def module_of(compute: Callable[..., Any]) -> Module:
+    """What a function computes of x and of three parameters: w, a and b."""
+    parts = dict(zip("wab", map(nn.Parameter, operands()[1:]), strict=True))
+    return Module(lambda net, x: compute(x, net.w, net.a, net.b), parts)
 
 
 def test_symbolic_sizes_that_are_computed_later() -> None:
     """The result has sizes of its own, and is made where the first of its operands is there."""
 
-    class Reshaped(Adapted):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            up, base = F.linear(F.linear(x, self.a), self.b), F.linear(x, self.w)
-            half = x.shape[0] * 2
-            return up.reshape(half, -1, 128) + base.reshape(half, -1, 128)
+    def reshaped(x: Any, w: Any, a: Any, b: Any) -> Any:
+        up, base = F.linear(F.linear(x, a), b), F.linear(x, w)
+        half = x.shape[0] * 2
+        return up.reshape(half, -1, 128) + base.reshape(half, -1, 128)
 
     for train in (False, True):
         x = rand(24, 4, 64)
         torch._dynamo.mark_dynamic(x, 0)
-        assert check(Reshaped(), (x,), train=train, budget=2.0).fused("lora")
+        assert check(module_of(reshaped), (x,), train=train, budget=2.0).fused("lora")
 
 
 @pytest.mark.parametrize("form", ["gate of the rank", "down-projection that is used", "two activations"])
@@ -348,14 +343,9 @@ def test_factor_that_changes() -> None:
 
 def test_symbolic_strides() -> None:
     """torch computes strides with max(1, length - 1), which is length - 1 of a length that is symbolic."""
-
-    class Tail(Adapted):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x[:, 1:])
-
     x = rand(24, 5, 64)
     torch._dynamo.mark_dynamic(x, (0, 1))
-    seen = check(Tail(), (x,), budget=2.0)
+    seen = check(module_of(lambda x, *others: linear(x[:, 1:], *others)), (x,), budget=2.0)
     assert seen.fused("lora") == 1 and not seen.reasons("lora")
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inductor_fusions.fusions.lora import factors
 from tests.block_mm.support import check, rand
 
 
@@ -27,10 +26,7 @@ def of_columns(x: Any, w: Any, a: Any, b: Any, g: Any, v: Any) -> Any:
     return F.linear(x, w) + v * F.linear((g[0, :8] + 1) * F.linear(x, a), b)
 
 
-@pytest.fixture(autouse=True)
-def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, before autograd as well."""
-    monkeypatch.setattr(factors, "check_device", lambda value: None)
+pytestmark = pytest.mark.usefixtures("any_device")
 
 
 @pytest.mark.parametrize("fn", [of_tokens, of_samples, of_columns])

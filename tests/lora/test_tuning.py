@@ -111,8 +111,7 @@ def written(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_table(target, MEASURED)
     assert json.loads(target.read_text())["attention"] == shipped["attention"]
     monkeypatch.setattr(tables, "device_name", lambda device: "nvidia_h200")
-    for module in (profit, heuristics, decode):
-        monkeypatch.setattr(module, "capability", lambda device: 90)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     return target
 
 
@@ -181,15 +180,16 @@ def test_left_to_stock(name: str, written: Path) -> None:
         call()
 
 
-def test_number_of_rows_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_rows_of_a_configuration(
+    shelf: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without tensor cores one is for no more rows than it was measured with, and for weights along K."""
     few = decode.Shape(1, 4096, (4096,), (16,), torch.bfloat16, torch.float32)
     row, rows = decode.Config(2, 2048, 4, 1, 16), decode.Config(4, 1024, 4, 1, 8)
     tile = decode.Config(32, 256, 4, 4, 8, lanes=4)
     found = [{**few.key, "tokens": m, "config": asdict(c)} for m, c in ((1, row), (4, rows), (16, tile))]
-    monkeypatch.setattr(tables, "load", lambda name: {"lora_decode": found})
-    monkeypatch.setattr(tables, "device_name", lambda device: "any")
-    monkeypatch.setattr(decode, "capability", lambda device: 90)
+    shelf(on="any", any={"lora_decode": found})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
     def chosen(rows: int, along: bool = True) -> decode.Config:
         return decode.choose(replace(few, rows=rows, along=along), torch.device("cuda"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inductor_fusions.fusions.outer_product_linear import launch, pairs
+from inductor_fusions.fusions.outer_product_linear import launch, outer_products
 from tests.support.errors import relative
 
 LINEAR = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4}
@@ -49,6 +49,6 @@ def errors(case: str) -> float:
     u, v, w = operands(name, dtype)
     launch.LINEAR, launch.BLOCK_Q = LINEAR, dict.fromkeys((2, 4), BLOCK)
     y = launch.linear(u, v, w)
-    exact = pairs(u.double(), v.double()) @ w.double().t()
+    exact = outer_products(u.double(), v.double()) @ w.double().t()
     assert y.dtype == dtype
     return relative(y, exact)

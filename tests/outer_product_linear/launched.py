@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from inductor_fusions.fusions.outer_product_linear import pairs
+from inductor_fusions.fusions.outer_product_linear import outer_products
 from tests.outer_product_linear.interpreted import BLOCK, LINEAR
 from tests.support.errors import relative
 
@@ -50,5 +50,5 @@ def errors(job: tuple[bool, torch.dtype, str]) -> float:
     given = operands(one, dtype)
     (y,) = interpret(SimpleNamespace(wrapper=wrapper), given)
     u, v, w = given[0].double(), given[-2].double(), given[-1].double()  # where u is v, there are two of them
-    exact = pairs(u, v) @ w.t()
+    exact = outer_products(u, v) @ w.t()
     return relative(y, exact)

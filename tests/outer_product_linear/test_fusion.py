@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,32 +18,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from inductor_fusions import config, testing
 from inductor_fusions.fusion import LeftToStock
-from inductor_fusions.fusions import outer_product_linear
 from inductor_fusions.fusions.outer_product_linear import check_kernel, op
-from inductor_fusions.fusions.outer_product_linear.op import FACTORS, OUTER_PRODUCT_LINEAR, WEIGHT, pairs
+from inductor_fusions.fusions.outer_product_linear.op import (
+    FACTORS,
+    OUTER_PRODUCT_LINEAR,
+    WEIGHT,
+    outer_products,
+)
+from tests.attention.support import rand
 
 ROWS, P, Q, N = 6, 5, 7, 9
 
 Function = Callable[..., Any]
 
 
-@pytest.fixture(autouse=True)
-def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU; the operation has a meaning on every device."""
-    monkeypatch.setattr(outer_product_linear, "check_kernel", lambda out: None)
-
-
-def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape).to(dtype).requires_grad_()
+pytestmark = pytest.mark.usefixtures("any_device")
 
 
 def operands() -> tuple[torch.Tensor, ...]:
     return rand(ROWS, P), rand(ROWS, Q), rand(N, P * Q), rand(N)
 
 
-def check(fn: Function, inputs: Any, **options: Any) -> testing.Checked:
-    return testing.check(fn, inputs, **{"backend": testing.EAGER_AFTER_PASSES, "slack": 4.0, **options})
-
+check = partial(testing.check, backend=testing.EAGER_AFTER_PASSES, slack=4.0)
 
 SPELLINGS: dict[str, Function] = {
     "index": lambda u, v, w, b: F.linear((u[:, :, None] * v[:, None, :]).flatten(1), w, b),
@@ -208,17 +205,10 @@ def test_autocast() -> None:
     assert [site.reason for site in run.sites] == ["the operands have different dtypes, or autocast is on"]
 
 
-@pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    held: dict[str, Any] = {"outer_product_linear": []}
-    monkeypatch.setattr(outer_product_linear.tables, "load", lambda name: held)
-    yield held
-
-
 @pytest.mark.parametrize(("gain", "rows", "fused"), [(1.5, 6, 1), (1.5, 12, 1), (1.5, 24, 0), (0.9, 6, 0)])
-def test_what_is_measured_decides(gain: float, rows: int, fused: int, table: dict[str, Any]) -> None:
+def test_what_is_measured_decides(gain: float, rows: int, fused: int, shelf: Callable[..., None]) -> None:
     row = {"dtype": "float32", "train": True, "p": P, "q": Q, "columns": N, "rows": rows, "gain": gain}
-    table["outer_product_linear"].append(row)
+    shelf(on="cpu", cpu={"outer_product_linear": [row]})
     run = check(SPELLINGS["index"], operands(), policy="profitable", fused=fused)
     assert ("measure" in run.sites[0].kernel) if fused else ("measured" in run.sites[0].reason)
 
@@ -237,7 +227,7 @@ def test_memory_that_two_variables_share(one: bool) -> None:
     compiled = torch.compile(fn, backend=aot_autograd(fw_compiler=backend, bw_compiler=backend))
     (found,) = torch.autograd.grad(compiled(z, w).sum(), [z])
     other = z if one else z.detach()
-    (wanted,) = torch.autograd.grad((pairs(z, other) @ w.t()).sum(), [z])
+    (wanted,) = torch.autograd.grad((outer_products(z, other) @ w.t()).sum(), [z])
     torch.testing.assert_close(found, wanted)
 
 
@@ -284,7 +274,7 @@ def test_gradients_in_chunks(dtype: torch.dtype, features: int, monkeypatch: pyt
         found = [*op.factors(dy, u, v, w), op.weight(dy, u, v)]
     assert seen.elements == max(n * p * q, min(features, p) * rows * q)
     wide = [t.double().requires_grad_() for t in (u, v, w)]
-    true = torch.autograd.grad(pairs(wide[0], wide[1]) @ wide[2].t(), wide, dy.double())
+    true = torch.autograd.grad(outer_products(wide[0], wide[1]) @ wide[2].t(), wide, dy.double())
     assert all(map(torch.equal, found, [*FACTORS(dy, u, v, w), WEIGHT(dy, u, v)]))
     for x, y in zip(found, true, strict=True):
         assert x.dtype == dtype and float((x.double() - y).norm() / y.norm()) < 4 * torch.finfo(dtype).eps

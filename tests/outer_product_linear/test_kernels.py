@@ -99,7 +99,7 @@ def test_launched_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum("outer_product_linear_" in call for call in backward.extern_calls) == 2, backward.extern_calls
     assert 256 * 48 * 48 not in backward.buffers
     # One matrix: the blocks of its square that are needed.
-    assert 64 * launch.pairs(48, 48, 64, True) * 64 in forward.buffers
+    assert 64 * launch.number_of_pairs(48, 48, 64, True) * 64 in forward.buffers
 
 
 @pytest.mark.slow

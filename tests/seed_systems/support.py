@@ -9,26 +9,16 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from inductor_fusions import testing
+from tests.attention import support as attention
+from tests.attention.support import LOWEST
+from tests.support.devices import on
 
 #: A backend that runs the passes and then the graph as it is: for the variants of a case that has been
 #: compiled in full.
 QUICK = testing.EAGER_AFTER_PASSES
 CPU = torch.device("cpu")
-LOWEST = torch.finfo(torch.float32).min
-
-
-def on(device: torch.device, value: Any) -> Any:
-    """Modules, and tensors in any structure, moved to a device; leaves stay leaves."""
-
-    def move(t: torch.Tensor) -> torch.Tensor:
-        return t.detach().to(device).requires_grad_(t.requires_grad)
-
-    return (
-        value.to(device) if isinstance(value, nn.Module) else pytree.tree_map_only(torch.Tensor, move, value)
-    )
 
 
 def check(
@@ -52,18 +42,10 @@ def leaf(*shape: int, scale: float = 0.7, grad: bool = True) -> torch.Tensor:
 
 
 def qkv(
-    q_len: int = 24,
-    kv_len: int | None = None,
-    *,
-    batch: int = 2,
-    heads: int = 3,
-    dim: int = 16,
-    grad: bool = True,
+    q_len: int = 24, kv_len: int | None = None, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values of shape (batch, heads, length, dim)."""
-    lengths = (q_len, kv_len or q_len, kv_len or q_len)
-    q, k, v = (leaf(batch, heads, length, dim, grad=grad) for length in lengths)
-    return q, k, v
+    """Queries, keys and values: `tests.attention.support.qkv` with keys of the queries' length."""
+    return attention.qkv(q_len, kv_len or q_len, **options)
 
 
 def padding(batch: int, length: int, fill: float = LOWEST) -> torch.Tensor:

@@ -15,7 +15,8 @@ from torch import nn
 import inductor_fusions
 from inductor_fusions import config, testing
 from tests import blocks
-from tests.seed_systems.support import QUICK, check, fused_on, launched, leaf, on, padding, qkv
+from tests.seed_systems.support import QUICK, check, fused_on, launched, leaf, padding, qkv
+from tests.support.devices import on
 from tests.support.packages import skip_unless_they_load
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

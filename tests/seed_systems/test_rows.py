@@ -1,8 +1,9 @@
-"""Every row of the five systems has a test of its name, and a line in the documentation."""
+"""Every row of the five systems has a test of its name or marker, and a line in the documentation."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -18,15 +19,25 @@ ROWS = [f"{letter}{number}" for letter, count in COUNTS.items() for number in ra
 ANYWHERE = {"K10", "K11", "S7"}
 
 
-def every_test() -> list[ast.FunctionDef]:
-    """The tests in this folder."""
-    files = [ast.parse(path.read_text("utf-8")) for path in HERE.glob("test_*.py")]
-    return [node for file in files for node in file.body if isinstance(node, ast.FunctionDef)]
+def rows_of(test: ast.FunctionDef) -> list[str]:
+    """By its name; or by markers, where the test is about more than the row."""
+    named = re.match(r"test_([A-Z]\d+)_", test.name)
+    marked = [
+        re.fullmatch(r"pytest\.mark\.row\('(\w+)'\)", ast.unparse(each)) for each in test.decorator_list
+    ]
+    return [match[1] for match in (named, *marked) if match]
 
 
-def names_of_tests() -> list[str]:
-    """Their names."""
-    return [test.name for test in every_test()]
+@functools.cache
+def by_row() -> dict[str, list[ast.FunctionDef]]:
+    """The tests in this folder by their rows, and those of other folders that have a marker."""
+    texts = {path: path.read_text("utf-8") for path in HERE.parent.rglob("test_*.py")}
+    files = [ast.parse(text) for path, text in texts.items() if path.parent == HERE or "mark.row(" in text]
+    found: dict[str, list[ast.FunctionDef]] = {}
+    for node in (node for file in files for node in file.body if isinstance(node, ast.FunctionDef)):
+        for row in rows_of(node):
+            found.setdefault(row, []).append(node)
+    return found
 
 
 def runs_on(test: ast.FunctionDef) -> set[str]:
@@ -37,21 +48,15 @@ def runs_on(test: ast.FunctionDef) -> set[str]:
     return {"gpu"} if marked else {"cpu"}
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_row_has_a_test(row: str) -> None:
-    assert [name for name in names_of_tests() if name.startswith(f"test_{row}_")]
+def test_rows_have_tests() -> None:
+    assert set(by_row()) == set(ROWS)
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_row_has_a_part_for_each_device(row: str) -> None:
     """What only shows on a GPU is looked at without one too, and the other way round."""
-    found = [runs_on(test) for test in every_test() if test.name.startswith(f"test_{row}_")]
+    found = [runs_on(test) for test in by_row()[row]]
     assert set().union(*found) >= {"cpu"} | ({"gpu"} if row not in ANYWHERE else set())
-
-
-def test_no_test_of_a_row_that_is_none() -> None:
-    named = {match[1] for name in names_of_tests() if (match := re.match(r"test_([A-Z]\d+)_", name))}
-    assert named == set(ROWS)
 
 
 def test_rows_are_documented() -> None:

@@ -21,38 +21,14 @@ from inductor_fusions import config, fusions, testing
 from inductor_fusions.decisions import tables
 from inductor_fusions.fusions.linear_epilogue import MOST_ROWS
 from tests import blocks
-from tests.seed_systems.support import QUICK, check, launched, leaf, on, qkv
+from tests.seed_systems.support import QUICK, check, launched, leaf, qkv
+from tests.support.devices import on
 from tests.support.processes import start
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 # -- S1: what is scheduled, and nothing else ----------------------------------------------------------
-
-
-def test_S1_toggle_of_each_fusion() -> None:
-    """Switched off, a fusion leaves its sites alone, and the others do not change."""
-    pytest.importorskip("triton")
-    from tests.block_mm import support
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = support.Linears(64, (64, 32, 32))
-            self.mlp, self.up = support.GatedMLP(F.silu), nn.Linear(64, 64)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            q, k, v = self.qkv(x)
-            return q, k, v, self.mlp(q), F.gelu(self.up(torch.tanh(q)))
-
-    model, x = Layer().bfloat16(), support.rand(32, 64)
-    names = ("qkv", "gated_mlp", "linear_epilogue")
-    for off in ("", *names):
-        with config.patch({off: False} if off else {"enabled": True}):
-            seen = support.run(model, (x,))
-        expected = {name: int(name != off) for name in names}
-        expected["qkv"] += off == "gated_mlp"  # gate and up are two linears on one input
-        assert {name: seen.fused(name) for name in names} == expected
 
 
 @pytest.mark.parametrize("name", sorted(fusion.name for fusion in fusions.ALL))

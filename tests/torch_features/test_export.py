@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import inductor_fusions
 from inductor_fusions import config, ops, reporting, testing
 from tests import blocks
+from tests.support.modules import Module
 from tests.support.on_a_gpu import on_a_gpu
 
 RUN = """
@@ -91,19 +92,6 @@ def test_graph_of_make_fx(mode: str, fn: Any) -> None:
     torch.testing.assert_close(found, *attention(*inputs))
 
 
-class Adapted(torch.nn.Module):
-    """A linear and an adapter, which `how` puts together."""
-
-    def __init__(self, how: Callable[..., Any]) -> None:
-        super().__init__()
-        self.how = how
-        for name, shape in {"w": (64, 48), "a": (4, 48), "b": (64, 4), "by": (64,)}.items():
-            self.register_parameter(name, torch.nn.Parameter(torch.randn(shape)))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.how(x, self.w, self.a, self.b, self.by)
-
-
 @pytest.mark.parametrize(
     "how, reported",
     [
@@ -116,7 +104,10 @@ class Adapted(torch.nn.Module):
 )
 def test_adapters_of_exported_graphs(how: Callable[..., Any], reported: bool) -> None:
     """The passes before autograd read fake values where `torch.export` keeps them."""
-    model, x = Adapted(how), torch.randn(2, 9, 48)
+    shapes = {"w": (64, 48), "a": (4, 48), "b": (64, 4), "by": (64,)}
+    parts = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    model = Module(lambda net, x: how(x, net.w, net.a, net.b, net.by), parts)
+    x = torch.randn(2, 9, 48)
     exported = torch.export.export(model, (x,))
     with on_a_gpu(), config.patch(policy="always", strict=True), reporting.isolated() as sites:
         testing._AfterPasses([])(exported.graph_module, [x])

@@ -16,7 +16,7 @@ _MOST_STEPS = 16
 _SAME_VALUES = CASTS | COPIES | TRANSPOSES | VIEWS | {"getattr", "detach"}
 
 
-def reduction_of(node: Any, names: Collection[str]) -> Reduction | None:
+def broadcast_reduction(node: Any, names: Collection[str]) -> Reduction | None:
     """The reduction of scores that a node holds, perhaps broadcast to their shape again."""
 
     def step(op: Op, appended: bool) -> Any:
@@ -60,7 +60,7 @@ def is_at_most(node: Any, bound: float, user: fx.Node, mutations: Mutations) -> 
 def _subtracts_largest(op: Op) -> bool:
     """Whether the largest of all scores, or of each row, is subtracted from them."""
     scores, other = op.only("input", "other")
-    found = reduction_of(other, ("amax", "max"))
+    found = broadcast_reduction(other, ("amax", "max"))
     before, after = tensor(scores), tensor(op.node)
     if found is None or before is None or after is None or not same_shape(before.shape, after.shape):
         return False

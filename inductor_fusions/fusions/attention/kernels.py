@@ -103,7 +103,7 @@ def _check_copies(problem: Problem) -> None:
     """Leave few queries to stock if keys or values would be written to memory once more for them."""
     few_queries = hint(problem.q.shape[2]) < hint(problem.q.shape[3])
     copied = problem.key_scalers or problem.value_scalers or len(problem.results) > 1
-    if copied and few_queries and config.policy != "always":
+    if copied and few_queries and not config.always():
         raise Reason.NOT_FASTER.left_to_stock(
             "there are few queries, and all keys or values would be copied for them"
         )
@@ -113,7 +113,7 @@ def _of_hand_written(problem: Problem, fits: tuple[str, ...]) -> KernelChoice:
     """The kernel for a hand-written attention if none is configured; `fits` are those that take it."""
     if problem.rounded_bias is not None and not fits:
         raise Reason.NO_KERNEL.rejected(_why_math(problem), "give the bias the dtype of q")
-    if config.policy == "always":
+    if config.always():
         kernel = _proved(problem, fits)
         if kernel == "sdpa" and not _may_call(fits):
             raise Reason.NO_KERNEL.left_to_stock(FORBIDDEN)
@@ -130,7 +130,7 @@ def _of_hand_written(problem: Problem, fits: tuple[str, ...]) -> KernelChoice:
 
 def _of_call(problem: Problem, call: Call, skipping: list[str]) -> KernelChoice:
     """The kernel for an SDPA call if none is configured; `skipping` are those that read a predicate."""
-    if skipping and config.policy == "always":
+    if skipping and config.always():
         return _choice("flex", problem)
     reason = ""
     for each, kernels in ((problem, skipping), (call.short, ["short"])):
@@ -242,10 +242,10 @@ def available(problem: Problem, grouped: bool = False) -> tuple[str, ...]:
         return ()
     if device == "cuda":
         return _on_cuda(problem, grouped)
-    return ("sdpa",) if _on_cpu(problem, grouped) else ()
+    return ("sdpa",) if _sdpa_is_fused_on_cpu(problem, grouped) else ()
 
 
-def _on_cpu(problem: Problem, grouped: bool) -> bool:
+def _sdpa_is_fused_on_cpu(problem: Problem, grouped: bool) -> bool:
     """Ask SDPA itself, with small tensors of the same kind: sizes do not matter to its choice."""
     if problem.q.value.device.type != "cpu" or problem.dropout > 0:
         return False
@@ -314,7 +314,7 @@ def _copies_pay(problem: Problem, grouped: bool) -> bool:
     copied = sum(
         hint(t.value.numel()) for t in (problem.q, k, v) if not is_in_rows(t.value) or (joined and t is v)
     )
-    if not copied or config.policy == "always":
+    if not copied or config.always():
         return True
     batch, heads, queries, _ = problem.q.shape
     return bool(hint(batch * heads * queries * problem.k.shape[2]) >= copied)

@@ -26,6 +26,7 @@ from ... import config
 from ..._inductor import known_true
 from ...graph import torch_ops
 from ...graph.builder import Builder
+from ...operands import repeated_dims
 from . import row_bias
 from .decode.op import DECODE_TILES, lowest_of
 from .masks import may_hide_rows
@@ -102,8 +103,8 @@ def seen_tiles(
     assert mask is not None
     operand = operand.padded(4)
     operand = operand.expand((*operand.shape[:3], problem.k.shape[2]))
-    for dim in range(3):  # what is repeated is read once
-        if known_true(operand.value.stride(dim) == 0) and not known_true(operand.shape[dim] == 1):
+    for dim in repeated_dims(operand.value):  # what is repeated is read once
+        if dim < 3:
             operand = operand.then("narrow", dim, 0, 1)
 
     def make() -> tuple[fx.Node | None, ...]:

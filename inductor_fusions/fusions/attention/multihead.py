@@ -89,7 +89,7 @@ class MultiheadForward(Candidate):
         if not all(holds_now(size >= 1) for size in (*query.shape, *key.shape)):
             raise Reason.EMPTY.rejected("an operand is empty or may be empty")
         kind = self._mask(query, key)
-        if config.policy == "profitable":
+        if not config.always():
             batch = query.shape[1] if query.dim() == 3 else 1
             heads = self.arguments["num_heads"]
             sizes = (batch, heads, query.shape[0], key.shape[0], query.shape[-1])

@@ -234,9 +234,18 @@ def _is_difference(node: fx.Node, steps: int = 4) -> bool:
     if op is None or op.name in _RESULTS or steps == 0:
         return False
     if op.name in ("sub", "add") and all(map(_is_of_softmax, (op.input, op["other"]))):
-        return True
+        return _has_two(op)
     read_by = readers(node)
     return len(read_by) == 1 and _is_difference(read_by[0], steps - 1)
+
+
+def _has_two(op: Op) -> bool:
+    """Whether a sum of weights is one of two softmaxes, or of two parts of one, such as two heads."""
+    left, right = _softmax_of(op.input), _softmax_of(op["other"])
+    if left is None or right is None or left.node is not right.node:
+        return True
+    whole = product(value(left.node).shape)
+    return all(known_true(product(value(side).shape) < whole) for side in (op.input, op["other"]))
 
 
 def _is_of_softmax(node: Any) -> bool:

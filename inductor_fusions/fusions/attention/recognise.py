@@ -20,7 +20,7 @@ from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
 from ...graph.dims import reduced
-from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, VIEWS, read
+from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, SPLITS, VIEWS, read
 from ...operands import same_shape, tensor
 from ...reasons import Reason
 from .arrangement import NOT_OVER_KEYS, OWN_VALUES, Arrangement, Misplaced
@@ -35,15 +35,14 @@ from .scores import ScoreReader
 from .written_out import SOFTMAXES, Softmax, divided, softmax_at, weights_of
 
 #: Operations through which a softmax may still reach a product; only to tell attention from other softmaxes.
-_BETWEEN = CASTS | COPIES | VIEWS | torch_ops.TRANSPOSES | {
+_BETWEEN = CASTS | COPIES | VIEWS | SPLITS | torch_ops.TRANSPOSES | {
     "dropout", "mul", "div", "add", "expand", "where", "masked_fill", "getitem", "slice", "narrow",
-    "nan_to_num", "mean", "split", "split_with_sizes", "getattr", "sub", "neg", "unbind", "chunk",
-    "conv1d", "conv2d", "conv3d", "cat", "stack", "pad", "scatter", "topk", "max", "select", "native_dropout",
-    "repeat", "repeat_interleave",
+    "nan_to_num", "mean", "getattr", "sub", "neg", "conv1d", "conv2d", "conv3d", "cat", "stack", "pad",
+    "scatter", "topk", "max", "select", "native_dropout", "repeat", "repeat_interleave",
 }  # fmt: skip
 
 #: Operations that take single weights, each of which multiplies a value of its own in a loop.
-_PARTS = frozenset("getitem select unbind split split_with_sizes chunk topk max".split())
+_PARTS = SPLITS | {"getitem", "select", "topk", "max"}
 _LOGARITHMS = frozenset("log log2 log1p log_softmax log_sigmoid".split())
 
 #: Operations that may be between scores and one of two softmaxes that read them.

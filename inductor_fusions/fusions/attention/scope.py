@@ -12,7 +12,7 @@ from torch import fx
 from ... import fusion
 from ..._inductor import fake_mode_of, is_body, records_gradients
 from ...effects import modes
-from ...effects.derivatives import INTO_INFERENCE, Derivatives, takes_gradient
+from ...effects.derivatives import Derivatives, takes_gradient
 from ...effects.inplace import arguments, inputs
 from ...fusion import Candidate, Rejected
 from ...graph import torch_ops
@@ -126,8 +126,7 @@ class Scope(fusion.Scope):
                 state = replace(state, autocast=first.autocast)
             if differs := first.differs(state):
                 raise Reason.MODE.rejected(f"{differs} between the two products")
-            if self.modes.reads_into_inference(node):
-                raise Reason.MODE.rejected(INTO_INFERENCE)
+            self.modes.check_inference(node)
 
 
 def scope_of(graph: fx.Graph) -> Scope | None:

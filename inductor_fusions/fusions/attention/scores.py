@@ -18,7 +18,7 @@ from ...graph.torch_ops import Op
 from ...operands import tensor
 from ...reasons import Reason
 from .arrangement import Arrangement
-from .bounds import is_at_most, nodes_of, reduction_of
+from .bounds import broadcast_reduction, is_at_most, nodes_of
 from .masks import is_fill, is_one_or_zero
 from .no_product import NO_PRODUCT, between, has_product
 from .normal_form import Attention, Below, Sink, Term
@@ -162,7 +162,7 @@ class ScoreReader(Walk):
     def _of_rows(self, node: Any, scores: Any, at: Arrangement) -> str:
         """The reduction, such as the largest score of each row, that a node holds and serves for; or ""."""
 
-        found = reduction_of(node, _OF_ROWS)
+        found = broadcast_reduction(node, _OF_ROWS)
         own = () if found is None or tensor(scores) is None else nodes_of(found, scores)
         if found is None or len(at.columns) != 1 or any(len(readers(each)) != 1 for each in own):
             return ""

@@ -10,11 +10,10 @@ from typing import Any
 from torch import fx
 
 from ..._inductor import known_true
-from ...effects.liveness import readers
 from ...fusion import Candidate, Rejected, Reported
 from ...graph.dims import is_transposed
 from ...graph.einsum import equation_of, operands
-from ...graph.search import reached
+from ...graph.search import named_behind
 from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, TRANSPOSES, VIEWS, Op, read, scaled_by
 from ...operands import tensor, text
 from ...reasons import Reason
@@ -95,10 +94,10 @@ def recurrent(added: fx.Node) -> Candidate | None:
     state = _state_before(added)
     if state is None or _state_before(_through_factors(state)) is not None:
         return None
-    steps = _behind(added, _TO_STEPS, frozenset({"add"}))
+    steps = named_behind(added, _TO_STEPS, {"add"}, _REACH)
     is_returned = added.graph.output_node() in added.users
     goes_on = is_returned or any(_state_before(step) is not None for step in steps)
-    if not goes_on or not _behind(added, _TO_STEPS | {"add"}, PRODUCTS | {"sum"}):
+    if not goes_on or not named_behind(added, _TO_STEPS | {"add"}, PRODUCTS | {"sum"}, _REACH):
         return None
     return Reported(added, Rejected(_RECURRENT), {"state": text(tensor(added))})
 
@@ -137,28 +136,15 @@ def _is_outer(node: Any) -> bool:
 def _sums_tokens(node: Any) -> bool:
     """Whether a node is a product of keys and values, which sums over their tokens: `k.mT @ v`."""
     op = _made_by(node)
-    if op is None or op.name not in PRODUCTS - {"linear"}:
+    found = None if op is None or op.name not in PRODUCTS - {"linear"} else equation_of(op)
+    if op is None or found is None or not all(found.keeps_last) or len(found.summed) != 1:
         return False
-    left, right, turned = op.input, op["other"], (True, False)
-    if op.name == "einsum":
-        found = equation_of(op)
-        if found is None:
-            return False
-        left, right, summed = found.left, found.right, found.summed
-        turned = (
-            len(summed) == 1 and found.first[-1] not in summed,
-            bool(summed) and found.second[-1] in summed,
-        )
-        size = None if len(summed) != 1 else (tensor(left), found.first.index(summed[0]))
-    else:
-        turned = is_transposed(left), is_transposed(right)
-        size = (tensor(left), -1)
-    one, other, made = tensor(left), tensor(right), tensor(op.node)
-    if turned != (True, False) or size is None or one is None or other is None or made is None:
+    if min(len(found.first), len(found.second)) < 3 or any(map(_is_softmax, (found.left, found.right))):
         return False
-    if min(one.dim(), other.dim()) < 3 or any(_is_softmax(each) for each in (left, right)):
-        return False
-    return all(known_true(one.shape[size[1]] >= columns) for columns in made.shape[-2:])
+    one, made = tensor(found.left), tensor(op.node)
+    assert one is not None and made is not None
+    tokens = one.shape[found.first.index(found.summed)]
+    return all(known_true(tokens >= columns) for columns in made.shape[-2:])
 
 
 def _is_of_concatenated(node: Any) -> bool:
@@ -192,8 +178,8 @@ def over_edges(exp: fx.Node) -> Candidate | None:
     """Exponentials that are divided by sums of those with the same index."""
     if weights_of(exp) is not None:
         return None
-    for total in _behind(exp, _TO_SUMS, _SCATTERS):
-        if _behind(total, _OF_SUMS, frozenset({"div", "reciprocal"})):
+    for total in named_behind(exp, _TO_SUMS, _SCATTERS, _REACH):
+        if named_behind(total, _OF_SUMS, {"div", "reciprocal"}, _REACH):
             summing = read(total)
             assert summing is not None
             why = Reason.NO_PRODUCT.rejected(
@@ -202,16 +188,6 @@ def over_edges(exp: fx.Node) -> Candidate | None:
             )
             return Reported(exp, why, {"scores": text(tensor(exp))})
     return None
-
-
-def _behind(node: fx.Node, passed: frozenset[str], ends: frozenset[str]) -> list[fx.Node]:
-    """The nearest operations of some names behind others."""
-
-    def named(each: fx.Node, names: frozenset[str]) -> list[fx.Node]:
-        return [user for user in readers(each) if (op := read(user)) is not None and op.name in names]
-
-    inside = reached([node], lambda each: named(each, passed - ends), _REACH)
-    return list(dict.fromkeys(user for each in inside for user in named(each, ends)))
 
 
 def _function(weights: fx.Node) -> tuple[str, bool]:
@@ -256,18 +232,10 @@ def _pairs(op: Op) -> tuple[Any, bool] | None:
 
     None of a linear of each.
     """
-    left, right = (op["batch1"], op["batch2"]) if op.name == "baddbmm" else (op.input, op["other"])
-    if op.name == "einsum":
-        found = equation_of(op)
-        if found is None:
-            return None
-        summed = found.summed
-        dims, value = min(len(found.first), len(found.second)), tensor(found.left)
-        turned = [letters[-1] not in summed for letters in (found.first, found.second)]
-        if dims < 3 or len(summed) != 1 or turned[0] != turned[1] or value is None:
-            return None
-        return value.shape[found.first.index(summed[0])], turned[0]
-    one, other = tensor(left), tensor(right)
-    if one is None or other is None or min(one.dim(), other.dim()) < 3:
+    found = None if op.name == "linear" else equation_of(op)
+    if found is None or min(len(found.first), len(found.second)) < 3 or len(found.summed) != 1:
         return None
-    return (one.shape[-1], is_transposed(left)) if is_transposed(left) != is_transposed(right) else None
+    value, (turned, other) = tensor(found.left), found.keeps_last
+    if value is None or turned != other:
+        return None
+    return value.shape[found.first.index(found.summed)], turned

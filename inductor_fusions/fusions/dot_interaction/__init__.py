@@ -15,7 +15,7 @@ from torch import fx
 from ... import config
 from ..._inductor import Match, known_true
 from ...decisions import Query, decide, tables
-from ...effects.liveness import readers, replace
+from ...effects.liveness import are_read_elsewhere, replace
 from ...effects.scope import DynamoScope
 from ...fusion import Candidate, Fusion, Reported
 from ...graph import torch_ops
@@ -69,8 +69,7 @@ class DotInteraction(Candidate):
         t, pairs, out = site.features, tensor(site.pairs), tensor(site.last)
         assert pairs is not None and out is not None
         check_kind(t, out)
-        inside = {*site.between, site.pairs}
-        if any(reader not in inside for node in site.between for reader in readers(node)):
+        if are_read_elsewhere(site.between, {*site.between, site.pairs}):
             raise Reason.USED_ELSEWHERE.rejected(
                 "the matrix of all products is also used elsewhere",
                 "read only the selected pairs of the matrix",
@@ -88,7 +87,7 @@ class DotInteraction(Candidate):
         saved = [site.t] if isinstance(site.t, fx.Node) else []
         self.scope.check_replaced(site.replaced, site.last, "the features and the pairs", saved)
         check_kernel(t)
-        if config.policy == "profitable":
+        if not config.always():
             kind = "triangle" if self.triangle is not None else "given"
             self.note, self.tiles = measured(t, site, "gathered" if site.gathers else kind)
 

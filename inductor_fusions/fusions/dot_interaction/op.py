@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ...decisions import unsupported
 from ...lowering import define
 
 #: Dtypes that the kernels multiply.
@@ -46,7 +47,7 @@ Pairs: TypeAlias = Triangle | Tensor
 
 def has_kernel(t: Tensor) -> bool:
     """Whether the kernels take these features."""
-    return t.is_cuda and torch.version.hip is None and t.dtype in DTYPES and fits(t.shape[1], t.shape[2])
+    return t.dtype in DTYPES and not unsupported(t.device) and fits(t.shape[1], t.shape[2])
 
 
 def fits(features: Any, width: Any) -> bool:

@@ -335,7 +335,7 @@ def squared(z: fx.Node) -> fx.Node | None:
         return None
     op = read(z)
     if op is None or op.name not in ("bmm", "matmul"):
-        return _of_einsum(op) if op is not None and op.name == "einsum" else None
+        return _features_of_einsum(op) if op is not None and op.name == "einsum" else None
     first, second = op.only("input", "other")
     held = tensor(first)
     if held is None or held.dim() != 3:
@@ -344,7 +344,7 @@ def squared(z: fx.Node) -> fx.Node | None:
     return first if permuted_by(second, turned) is first or permuted_by(first, turned) is second else None
 
 
-def _of_einsum(op: Op) -> fx.Node | None:
+def _features_of_einsum(op: Op) -> fx.Node | None:
     """The features of an einsum "bid,bjd->bij", with any letters, or None."""
     found = equation_of(op)
     if found is None or found.left is not found.right or len(found.first) != 3 or len(found.result) != 3:

@@ -9,10 +9,10 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...effects.liveness import readers
-from ...graph.dims import WHOLE, is_over_last, is_transposed, permuted_by, selection
+from ...graph.dims import WHOLE, is_over_last, permuted_by, selection
 from ...graph.einsum import equation_of
-from ...graph.search import reached
-from ...graph.torch_ops import CASTS, PRODUCTS, VIEWS, Op, read
+from ...graph.search import named_behind
+from ...graph.torch_ops import CASTS, PRODUCTS, VIEWS, Op, read, readers_named
 from ...operands import tensor
 from .recognise import FLATTENS, features_of, gathered, is_index, is_row, squared
 
@@ -87,16 +87,23 @@ def of_two_sets(row: fx.Node) -> str:
     made = None if op is None else tensor(op.node)
     if op is None or op.name not in PRODUCTS or made is None or flat is None:
         return ""
-    if any((by := read(user)) is not None and by.name == "softmax" for user in readers(row)):
+    if readers_named(row, {"softmax"}):
         return ""  # weights over all pairs
     sides, kept = _sides(op)
     if (made.dim(), flat.dim()) != (3, 2) or not known_true(flat.shape[0] == made.shape[0]) or not sides:
         return ""
     if kept == [False, False]:
-        return "the vectors of two sets are multiplied, and all products are read"
-    inner = read(sides[1])  # x @ (x.mT @ w), as Wukong compresses x @ x.mT
-    begins = inner is not None and inner.name in PRODUCTS and permuted_by(inner.input, [0, 2, 1]) is sides[0]
-    return BY_MATRICES if begins else ""
+        both = _are_of_samples(op)
+        return "the vectors of two sets are multiplied, and all products are read" if both else ""
+    first, inner = sides[0], read(sides[1])  # (x @ x.mT) @ w or x @ (x.mT @ w), as in Wukong
+    begins = inner is not None and inner.name in PRODUCTS and permuted_by(inner.input, [0, 2, 1]) is first
+    return BY_MATRICES if begins or _squared_at(first) else ""
+
+
+def _are_of_samples(op: Op) -> bool:
+    """Whether both operands of a product have its first dim: otherwise one is a weight."""
+    found = equation_of(op)
+    return found is not None and all(found.result[0] in side for side in (found.first, found.second))
 
 
 def _of_largest(op: Op) -> str:
@@ -124,13 +131,8 @@ def _behind_masks(node: Any) -> Op | None:
 
 def _sides(op: Op) -> tuple[list[Any], list[bool]]:
     """Both operands of a product, and whether it keeps the last dim of each, as it was before a transpose."""
-    sides = [op.input, op["other"]]
-    if op.name != "einsum":
-        return sides, [is_transposed(sides[0]), not is_transposed(sides[1])]
-    found = equation_of(op)
-    if found is None:
-        return [], []
-    return [found.left, found.right], [part[-1] in found.result for part in (found.first, found.second)]
+    found = None if op.name == "linear" else equation_of(op)
+    return ([], []) if found is None else ([found.left, found.right], found.keeps_last)
 
 
 def _is_correlation(op: Op) -> bool:
@@ -139,12 +141,8 @@ def _is_correlation(op: Op) -> bool:
     values = [tensor(side) for side in sides]
     if kept != [True, True] or any(value is None or value.dim() != 2 for value in values):
         return False
-
-    def named(node: fx.Node, *names: str) -> list[fx.Node]:
-        return [user for user in readers(node) if (by := read(user)) is not None and by.name in names]
-
-    passed = reached([op.node], lambda node: named(node, "mul", "div", "sub", "add", "pow", "square"), 8)
-    return any(named(node, "diagonal", "diag") for node in passed)
+    passed = ("mul", "div", "sub", "add", "pow", "square")
+    return bool(named_behind(op.node, passed, ("diagonal", "diag"), 8))
 
 
 def _through_matrices(product: Any) -> fx.Node | None:
@@ -248,7 +246,7 @@ def _begins_loop(node: fx.Node) -> bool:
             op = read(product)
             sides = [] if op is None or op.name != "mul" else [op.input, op["other"]]
             two = sides and sides[0] is not sides[1] and all(_feature(side) is found for side in sides)
-            loop += [each for each in readers(product) if two and (by := read(each)) and by.name == "sum"]
+            loop += readers_named(product, {"sum"}) if two else []
             if loop and loop[0] is not node:
                 return False
             if len(set(loop)) >= 3:
@@ -300,7 +298,7 @@ def _begins_fields(node: fx.Node) -> bool:
         if each in seen or not (sources := _of_fields(each)):
             continue
         seen.add(each)
-        sums |= {user for user in readers(each) if (by := read(user)) is not None and by.name == "sum"}
+        sums.update(readers_named(each, {"sum"}))
         waiting += [other for source in sources for taken in readers(source) for other in readers(taken)]
     made = tensor(product.input)
     at_once = made is not None and made.dim() == 3

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ... import config
+from ... import config, operands
 from ..._inductor import Match, was_erased
 from ...block_mm import emit, guards, units
 from ...block_mm.columns import Columns, columns, halves
@@ -135,7 +135,7 @@ class GatedPair(Candidate):
 
     def guard(self) -> None:
         gate, up = self.pair
-        guards.check_device(self.anchor)
+        operands.check_device(value(self.anchor))
         if identity(gate.a) != identity(up.a):
             raise Reason.INPUTS.rejected("the gate and the up projection are linears of different inputs")
         up = replace(up, a=gate.a)  # which may have been copied for each of them
@@ -178,7 +178,7 @@ class GatedPair(Candidate):
         if not self._is_packed():
             return
         rows = value(self.pair[0].a).shape[0]
-        if config.policy != "always" and not (isinstance(rows, int) and rows <= FEW_ROWS):
+        if not config.always() and not (isinstance(rows, int) and rows <= FEW_ROWS):
             raise Reason.NOT_FASTER.left_to_stock(
                 f"gate and up are one linear: for more than {FEW_ROWS} rows stock's single GEMM is as fast"
             )

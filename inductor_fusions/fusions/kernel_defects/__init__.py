@@ -29,10 +29,10 @@ from ...graph.facts import change
 from ...graph.inlined import put_in_place
 from ...graph.products import unviewed
 from ...layouts import pinning
-from ...operands import tensor, value
+from ...operands import repeated_dims, tensor, value
+from .attention_gradients import SDPA_BACKWARDS, SDPA_FORWARDS, gradients
 from .known import BROADCAST_NUMBER, CUDNN_ONE_QUERY, CUDNN_PADDED_KEYS, CUDNN_PLANS, KNOWN, Defect
 from .op import CUDNN_BACKWARD
-from .products import SDPA_BACKWARDS, SDPA_FORWARDS, gradients
 
 __all__ = ["FUSION", "KNOWN", "Defect"]
 
@@ -239,8 +239,8 @@ class _Backward:
     def _padded_bias(self, bias: fx.Node, extra: int) -> fx.Node:
         """The bias with columns for masked keys; expanded dims stay expanded."""
         shape = list(value(bias).shape)
-        for dim, step in enumerate(value(bias).stride()[:-1]):
-            if step == 0 and not known_true(shape[dim] == 1):
+        for dim in repeated_dims(value(bias)):
+            if dim < len(shape) - 1:
                 bias = self.build.call(aten.slice.Tensor, bias, dim, 0, 1)
         bias = self.build.call(aten.constant_pad_nd.default, bias, [0, extra], -math.inf)
         return self.build.call(

@@ -21,9 +21,9 @@ from ..._inductor import Match, hint, is_body, known_true
 from ...decisions import Query, decide_for_all, tables
 from ...effects.derivatives import check_operation
 from ...effects.liveness import readers, replace
-from ...effects.modes import Modes
-from ...effects.writes import check_between, check_kept, check_writes, effects, may_alias, storage
-from ...fusion import Candidate, Fusion, Reported, Scope
+from ...effects.scope import DynamoScope
+from ...effects.writes import check_between, check_kept, check_writes, may_alias, storage
+from ...fusion import Candidate, Fusion, Reported
 from ...graph.torch_ops import CASTS, VIEWS, forms, read, reads_metadata
 from ...layouts.keeping import Keeping
 from ...operands import check_kind, profitable, requires_grad, tensor, text, tokens_of, value
@@ -40,8 +40,8 @@ SMALL = 128 * 2**20
 class LossHead(Candidate):
     """A loss, and the linear that makes its logits."""
 
-    def __init__(self, graph: fx.Graph, site: LossSite) -> None:
-        self.graph, self.site, self.anchor = graph, site, site.loss
+    def __init__(self, scope: DynamoScope, site: LossSite) -> None:
+        self.scope, self.site, self.anchor = scope, site, site.loss
         self.statistics = statistics.of(site)
         self.note = ""
         self.returns = False
@@ -80,7 +80,7 @@ class LossHead(Candidate):
             not self.site.gathers
             and not self.statistics
             and self.site.reduction != "none"
-            and not (self.trains and is_body(self.graph))
+            and not (self.trains and is_body(self.scope.graph))
             and not (self.trains and out is not None and self._logits.dtype == torch.float16)
         )
 
@@ -88,8 +88,8 @@ class LossHead(Candidate):
     def _before(self) -> fx.Node:
         """Where the operation stands: in front of the loss, and of what reads a statistic."""
         before = min([self.site.loss, *(user for each in self.statistics for user in each.node.users)])
-        modes = Modes(self.graph) if self._constants else None
-        while modes and modes.at(before).gradients != modes.at(self.site.loss).gradients:
+        modes = self.scope.modes
+        while self._constants and modes.at(before).gradients != modes.at(self.site.loss).gradients:
             before = before.prev  # in front of what is computed without gradients
         return before
 
@@ -105,18 +105,18 @@ class LossHead(Candidate):
 
     def guard(self) -> None:
         self._prove()
-        others = [LossHead(self.graph, site) for site in self._losses_of_other_parts()]
+        others = [LossHead(self.scope, site) for site in self._losses_of_other_parts()]
         # Else stock would compute the logits of all parts, and this part would be computed twice.
         for other in others:
             other._prove()
-        if config.policy == "profitable":
+        if not config.always():
             for other in others:
                 other._measured()
             self.note = self._measured()
 
     def _prove(self) -> None:
         """Refuse what is not proved, but for other readers of the logits."""
-        site, modes = self.site, Modes(self.graph)
+        site, modes = self.site, self.scope.modes
         operands = [node for node in (site.h, site.w, site.bias, site.labels, site.weights) if node]
         values = [tensor(node) for node in operands]
         if any(value is None for value in values):
@@ -140,7 +140,7 @@ class LossHead(Candidate):
         replayed = [x for node in site.replayed for x in node.all_input_nodes]
         beside = [node for each in self.statistics for node in each.path]
         held = [x for x in (site.h, site.w, *site.path, *replayed, *beside) if tensor(x) is not None]
-        known = [node for node in effects(self.graph) if node not in site.path]  # scales are written in place
+        known = [node for node in self.scope.effects if node not in site.path]  # scales are written in place
         constants = self._constants
         others = [each for each in self.statistics if each not in constants]
         results = [site.loss, *(each.node for each in others)]
@@ -167,8 +167,8 @@ class LossHead(Candidate):
             since = [each for each in (*site.path, site.loss) if each >= _first_reader(site, later)]
             check_between([*since, before], site.loss, "the linear and the loss", modes, known, [later])
         if not self.in_one_pass and self.trains:
-            check_kept(operands, before)
-        check_operation([*path, *(each.node for each in constants)])
+            check_kept(operands, before, self.scope.effects)
+        check_operation([*path, *(each.node for each in constants)], self.scope.derivatives)
 
     def _losses_of_other_parts(self) -> list[LossSite]:
         """The losses that read other parts of the logits: other classes, or other rows.
@@ -238,7 +238,7 @@ class LossHead(Candidate):
         rows = math.prod(value(site.labels).shape if site.labels else value(site.path[-1]).shape[:-1])
         if hint(logits.numel()) * logits.itemsize < SMALL:
             raise Reason.NOT_FASTER.left_to_stock("the logits are small, so fusing would save little memory")
-        if self.trains and is_body(self.graph):
+        if self.trains and is_body(self.scope.graph):
             raise Reason.NOT_FASTER.left_to_stock(
                 "the loss is in a nested graph, such as a checkpoint, which may run again for the backward"
             )
@@ -280,7 +280,7 @@ class LossHead(Candidate):
     def _kept(self, before: fx.Node) -> LossSite:
         """The site with operands that may be saved for the backward, in front of a node."""
         site, (wants_h, wants_w, _) = self.site, self.wants
-        keeping = Keeping(self.graph, recomputed=is_body(self.graph))
+        keeping = Keeping(self.scope.graph, recomputed=is_body(self.scope.graph))
         # The product keeps an operand where the other one takes a gradient, and an addition keeps none.
         by_eager = {storage(x) for x, other in ((site.h, wants_w), (site.w, wants_h)) if other}
         h, w = (keeping.kept(x, before, lambda: by_eager) for x in (site.h, site.w))
@@ -308,16 +308,17 @@ FUSION = Fusion(
     name="linear_cross_entropy",
     stage="pre_grad",
     summary="a loss and the linear that computes its logits, in chunks of rows",
+    scope=DynamoScope,
 )
 
 
 @FUSION.anchor(recognise.targets)
-def look(scope: Scope, match: Match) -> Candidate | None:
+def look(scope: DynamoScope, match: Match) -> Candidate | None:
     """A loss behind a linear."""
     found: Any = recognise.site(match.output_node())
     if isinstance(found, Unsupported):
         return Reported(found.loss, found.why)
-    return None if found is None else LossHead(scope.graph, found)
+    return None if found is None else LossHead(scope, found)
 
 
 def _detaches(node: fx.Node) -> bool:
@@ -326,7 +327,7 @@ def _detaches(node: fx.Node) -> bool:
 
 
 @FUSION.anchor(lambda: forms("sum", "sub"))
-def look_for_an_entropy(scope: Scope, match: Match) -> Candidate | None:
+def look_for_an_entropy(scope: DynamoScope, match: Match) -> Candidate | None:
     """An entropy of logits that no loss reads."""
     op = read(match.output_node())
     found = None if op is None else statistics.alone(op)
@@ -337,19 +338,19 @@ def look_for_an_entropy(scope: Scope, match: Match) -> Candidate | None:
             "compute the linear in the same region",
         )
         return Reported(op.node, outside)
-    return None if found is None else LossHead(scope.graph, found)
+    return None if found is None else LossHead(scope, found)
 
 
 @FUSION.anchor(lambda: forms(*statistics.PICKS))
-def look_for_logits_of_labels(scope: Scope, match: Match) -> Candidate | None:
+def look_for_logits_of_labels(scope: DynamoScope, match: Match) -> Candidate | None:
     """Logits of labels, beside the logsumexp of all rows."""
     op = read(match.output_node())
     found = None if op is None else statistics.picked(op)
-    return None if found is None else LossHead(scope.graph, found)
+    return None if found is None else LossHead(scope, found)
 
 
 @FUSION.anchor(recognise.targets_of_others)
-def look_out(scope: Scope, match: Match) -> Candidate | None:
+def look_out(scope: DynamoScope, match: Match) -> Candidate | None:
     """A softmax of logits that no supported loss reads."""
     found = recognise.written_out(match.output_node())
     if found is None or statistics.is_reported(found.loss):

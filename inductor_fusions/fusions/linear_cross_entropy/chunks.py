@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...decisions import unsupported
+
 #: Bytes of logits that are in memory at a time, at most: products of fewer rows take longer.
 CHUNK = {"cuda": 2**30, "cpu": 32 * 2**20}
 #: A chunk is at most this part of all logits.
@@ -200,7 +202,7 @@ def _rows(
 def has_kernel(x: Tensor) -> bool:
     """Whether the kernel reads such logits."""
     halves = torch.bfloat16, torch.float16, torch.float32
-    return x.is_cuda and torch.version.hip is None and x.dtype in halves
+    return x.dtype in halves and not unsupported(x.device)
 
 
 class _Sums:

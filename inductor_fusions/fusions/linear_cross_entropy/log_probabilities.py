@@ -19,7 +19,7 @@ from torch import fx
 from ..._inductor import known_true
 from ...effects.writes import storage
 from ...graph.dims import is_over_last, selection, unbroadcast
-from ...graph.search import reached
+from ...graph.search import named_behind
 from ...graph.torch_ops import VIEWS, Op, read
 from ...operands import same_shape, tensor
 from ...reasons import Reason
@@ -65,12 +65,8 @@ def of(op: Op) -> Picked | None:
 
 def is_in_stack(node: fx.Node) -> bool:
     """Whether the log-probabilities of a row are a part of those of a stack."""
-
-    def behind(each: fx.Node, *names: str) -> list[Op]:
-        return [op for user in each.users if (op := read(user)) is not None and op.name in names]
-
-    views = reached([node], lambda each: [op.node for op in behind(each, *_VIEWS)])
-    return any(_stacked(op) is not None for each in views for op in behind(each, "stack"))
+    stacks = map(read, named_behind(node, _VIEWS, {"stack"}))
+    return any(op is not None and _stacked(op) is not None for op in stacks)
 
 
 def _gathered(op: Op) -> Picked | None:

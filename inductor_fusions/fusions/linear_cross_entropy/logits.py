@@ -314,7 +314,7 @@ def _scaled(op: Op) -> tuple[Any, float]:
     return found
 
 
-def _of_einsum(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, None] | None:
+def _linear_of_einsum(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, None] | None:
     """The linear in an einsum "bsd,vd->bsv", with any letters."""
     op = read(node)
     found = equation_of(op) if op is not None and op.name == "einsum" else None
@@ -338,7 +338,7 @@ def _turned(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, None] | None:
 
 def product_of(node: fx.Node) -> tuple[fx.Node, fx.Node, bool, fx.Node | None] | None:
     """(input, weight, whether its rows are the classes, bias) of a product with a matrix."""
-    found = linear_of(node) or _of_einsum(node) or _turned(node)
+    found = linear_of(node) or _linear_of_einsum(node) or _turned(node)
     if found is None:
         return None
     x, w, by_rows, bias = found

@@ -20,7 +20,7 @@ from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.dims import SELECTS, is_over_last, selection, unbroadcast
-from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, forms, read
+from ...graph.torch_ops import CASTS, COPIES, SPLITS, TRANSPOSES, VIEWS, Op, forms, read
 from ...operands import holds, same_shape, tensor
 from ...reasons import Reason
 from . import log_probabilities
@@ -57,7 +57,7 @@ _POINTWISE = (
     | COPIES
 )
 #: What takes some rows or classes of logits.
-_PARTS = SELECTS | {"split", "split_with_sizes", "chunk", "unbind", "getitem"}
+PARTS = SELECTS | SPLITS | {"getitem"}
 #: What makes probabilities of probabilities, such as those of copied words, or a number of a loss.
 _MIXES = (
     _POINTWISE
@@ -65,11 +65,11 @@ _MIXES = (
     | frozenset("sum mean pow clamp_min getitem scatter_add index_add pad cat log".split())
 )
 #: What picks the logits or log-probabilities of labels.
-_PICKS = ("gather", "take_along_dim")
+PICKS = ("gather", "take_along_dim")
 #: What may stand between logits and a loss.
 _PASSED = (
     frozenset("mul div add sub tanh sigmoid stack gather broadcast_tensors".split())
-    | VIEWS | COPIES | CASTS | _PARTS | TRANSPOSES | {*_SOFTMAXES}
+    | VIEWS | COPIES | CASTS | PARTS | TRANSPOSES | {*_SOFTMAXES}
 )  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def _is_loss(op: Op, linear: fx.Node) -> bool:
     if op.name in _OF_ROUTERS and not (known_true(classes >= h.shape[-1]) or known_true(classes == rows)):
         return False
     if op.name in ("softmax", "exp", "sigmoid") and not _reaches(
-        op.node, lambda each: each.name in ("log", *_PICKS)
+        op.node, lambda each: each.name in ("log", *PICKS)
     ):
         return _is_returned(op) and known_true(classes == rows)
     return op.name not in _OF_GATES or _reaches(op.node, _is_number)
@@ -203,7 +203,7 @@ def _linear_before(node: Any, steps: int = 8) -> fx.Node | None:
     op = read(node)
     if isinstance(node, fx.Node) and product_of(node) is not None:
         return node
-    if op is None or op.name not in _POINTWISE | _PARTS | {*_PICKS} or not steps:
+    if op is None or op.name not in _POINTWISE | PARTS | {*PICKS} or not steps:
         return None
     found = (_linear_before(each, steps - 1) for each in node.all_input_nodes)
     return next((each for each in found if each is not None), None)
@@ -238,7 +238,7 @@ def behind(logits: fx.Node) -> tuple[list[LossSite | Unsupported], dict[str, Non
         if node is not logits and (op is None or op.name not in _PASSED):
             ends[node.name if op is None else op.name] = None
             continue
-        if op is not None and (op.name in _PICKS or _takes_one_class(op, logits)):
+        if op is not None and (op.name in PICKS or _takes_one_class(op, logits)):
             picks[op.name] = None
         new = [user for user in readers(node) if user not in seen and read(user) is not None]
         seen.update(new)

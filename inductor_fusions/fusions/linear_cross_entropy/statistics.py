@@ -20,7 +20,7 @@ from torch import fx
 from ..._inductor import is_body, known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
-from ...graph.dims import SELECTS, is_over_last
+from ...graph.dims import is_over_last
 from ...graph.torch_ops import CASTS, COPIES, VIEWS, Op, read
 from ...operands import requires_grad, tensor, value
 from . import entropies, recognise
@@ -30,14 +30,13 @@ from .recognise import LossSite, behind
 
 #: What may stand between a linear and a result of each row.
 _PASSED = (
-    VIEWS | COPIES | CASTS | SELECTS
-    | frozenset("mul div tanh sigmoid add split split_with_sizes chunk unbind getitem".split())
-    | frozenset("detach log_softmax softmax exp sub neg clamp".split())
+    VIEWS | COPIES | CASTS | recognise.PARTS
+    | frozenset("mul div tanh sigmoid add detach log_softmax softmax exp sub neg clamp".split())
 )  # fmt: skip
 #: Classes of a language model, where the linear that makes them is not seen: policies have fewer.
 _MANY = 1024
 #: What picks the logits of labels.
-PICKS = ("gather", "take_along_dim", "getitem")
+PICKS = (*recognise.PICKS, "getitem")
 #: The operations that are looked at behind one.
 _READ = _PASSED | {"sum", "logsumexp", *PICKS}
 
@@ -163,7 +162,7 @@ def _operations(matrices: Iterable[fx.Node]) -> Iterator[Op]:
         if op is None or op.name not in _READ or (op.inplace and op.name not in ("mul", "div")):
             continue
         yield op
-        if op.name not in ("logsumexp", "gather", "take_along_dim"):
+        if op.name not in ("logsumexp", *recognise.PICKS):
             waiting += reversed(readers(node))
 
 

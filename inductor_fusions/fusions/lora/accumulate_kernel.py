@@ -11,18 +11,15 @@ import torch
 from ... import _inductor
 from ...block_mm.lowering import check_factors
 from ...decisions import Query, configured, some, tables, tiles
-from ...decisions.problems import Row
+from ...decisions.problems import MOST_INNER, Row, padded
 from ...fusion import Rejected
-from ...lowering import check_device
+from ...lowering import check_templates
 from ...operands import known_size
 from .accumulate import Sum
 from .elements import render
-from .narrow import padded
 
 aten = torch.ops.aten
 
-#: The largest K of a product: a rank of 128 in halves.
-MOST_INNER = 3 * 128
 #: The products that one kernel takes at most: its code grows with them.
 MOST_PRODUCTS = 8
 #: Columns of a and rows of b in one step: of so many all of K is one step.
@@ -139,7 +136,7 @@ def kernel(*given: Any) -> Any:
     call = Sum(*given)
     base, a, b, masks, dtype = call.base, call.a, call.b, call.masks(), call.dtype
     device = base.get_device()
-    check_device(device)
+    check_templates(device)
     check_factors(call.scales)
     if len(a) > MOST_PRODUCTS:
         raise Rejected(f"there are more than {MOST_PRODUCTS} products")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ... import operands
 from ..._inductor import was_erased
 from ...block_mm import emit, guards
 from ...decisions.tables import dtype_name
@@ -60,7 +61,7 @@ class AdapterSum(Candidate):
     def guard(self) -> None:
         if self.sum.problem:
             raise LeftToStock(self.sum.problem)
-        guards.check_device(self.anchor)
+        operands.check_device(value(self.anchor))
         root, adapters = value(self.sum.root), self.sum.adapters
         if len(adapters) > accumulate_kernel.MOST_PRODUCTS:
             raise Reason.LIMIT.rejected(

@@ -15,23 +15,23 @@ from typing import Any
 import torch
 
 from ... import _inductor
-from ...block_mm.configurations import shared_limit
+from ...block_mm.configurations import loaded_well, row_step, shared_limit
 from ...block_mm.heuristics import capability
 from ...block_mm.lowering import check_factors
 from ...decisions import Query, configured, tables, tiles
-from ...decisions.problems import SINGLE_ROWS, Row, padded
+from ...decisions.problems import FEW_ROWS, SINGLE_ROWS, Row, padded
 from ...fusion import Rejected
-from ...lowering import check_device
+from ...lowering import check_templates
 from ...operands import may_use_tf32
 from . import elements, lowering, narrow, narrow_kernel
 from .op import Linears
 
 aten = torch.ops.aten
 
-#: Most rows: with more, the tile of a weight is used often enough for a grouped GEMM.
-MOST_ROWS = 64
 #: Up to so many rows there are kernels without tensor cores: with more, arithmetic takes longer than memory.
 MOST_SINGLE_ROWS = 8
+#: The shortest step of K without tensor cores.
+LEAST_STEP = 128
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Shape:
 def default(shape: Shape) -> Config:
     """A configuration that fits every device; it is not tuned."""
     splits = _splits(shape, 16)
-    if shape.rows <= 4 and shape.along:
-        return Config(2 if shape.rows == 1 else 4, _row_step(shape, 1024), 4, 1, splits)
+    if shape.rows <= SINGLE_ROWS and shape.along:
+        return Config(2 if shape.rows == 1 else 4, row_step(shape.inner, 1024, LEAST_STEP), 4, 1, splits)
     tall = padded(shape.rows)
     block_k = 128 if tall <= 32 else 64
     stages = 5 if tall == 16 else 4
@@ -96,10 +96,6 @@ def default(shape: Shape) -> Config:
 def vector(shape: Shape) -> int:
     """Elements of a weight that a thread loads at once: 16 bytes."""
     return 16 // shape.dtype.itemsize
-
-
-def _row_step(shape: Shape, wanted: int) -> int:
-    return min(wanted, 1 << max(7, (shape.inner - 1).bit_length()))
 
 
 def _splits(shape: Shape, wanted: int) -> int:
@@ -131,11 +127,9 @@ def candidates(shape: Shape, arch: int) -> list[Config]:
     splits, tall = first.splits, padded(shape.rows)
     found = [first]
     if shape.rows <= MOST_SINGLE_ROWS and shape.along:
-        for block_n, wanted, warps in ONE_ROW if shape.rows == 1 else SOME_ROWS:
-            block_k = _row_step(shape, wanted)
-            # With more rows, fewer columns spill.
-            wide = shape.rows <= 4 or block_n >= 4
-            if wide and block_n * block_k >= 32 * warps * (2 if shape.rows == 1 else vector(shape)):
+        tried, each = (ONE_ROW, 2) if shape.rows == 1 else (SOME_ROWS, vector(shape))
+        for block_n, block_k, warps in loaded_well(tried, shape.inner, each, LEAST_STEP):
+            if shape.rows <= 4 or block_n >= 4:  # with more rows, fewer columns spill
                 found.append(Config(block_n, block_k, warps, 1, splits))
     if 1 < shape.rows <= 16:
         for block_n, block_k, warps, stages in LANES:
@@ -171,7 +165,8 @@ def choose(shape: Shape, device: torch.device) -> Config:
         if row["inner"] != shape.inner:
             found = replace(found, splits=min(found.splits, _splits(shape, 16)))
         if found.row:
-            takes = shape.along and shape.rows <= row["tokens"] and found.block_k <= _row_step(shape, 8192)
+            longest = row_step(shape.inner, 8192, LEAST_STEP)
+            takes = shape.along and shape.rows <= row["tokens"] and found.block_k <= longest
             return found if takes else None
         if shape.along and shape.rows <= SINGLE_ROWS < row["tokens"]:
             return None  # tensor cores pay for more rows than so few
@@ -199,7 +194,7 @@ class Lowering(Linears):
             Rejected: there are none for it.
         """
         device = self.x.get_device()
-        check_device(device)
+        check_templates(device)
         check_factors(self.scales)
         held = _inductor.realize([self.x, *self.w, *self.a, *self.b])
         count, adapters = len(self.w), len(self.a)
@@ -207,7 +202,7 @@ class Lowering(Linears):
         a, b = rest[:adapters], rest[adapters:]
         sizes = _inductor.sizes(x)
         columns, ranks = ([_inductor.sizes(right)[1] for right in some] for some in (w, a))
-        if not all(isinstance(size, int) for size in (*sizes, *columns, *ranks)) or sizes[0] > MOST_ROWS:
+        if not all(isinstance(size, int) for size in (*sizes, *columns, *ranks)) or sizes[0] > FEW_ROWS:
             raise Rejected("a size is not known, or there are too many rows")
         if sum(padded(r) for r in ranks) > narrow.MOST_TOGETHER or max(ranks) > narrow.MOST_COLUMNS:
             raise Rejected(f"the ranks of the adapters sum to more than {narrow.MOST_TOGETHER}")

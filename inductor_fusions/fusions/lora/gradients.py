@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ... import operands
 from ...block_mm import guards
 from ...decisions.tables import dtype_name
 from ...fusion import Candidate, Rejected
@@ -191,7 +192,7 @@ class Gradients(Candidate):
         }
 
     def guard(self) -> None:
-        guards.check_device(self.anchor)
+        operands.check_device(value(self.anchor))
         self.left_over = self.members[1:]
         for n in self.members:
             _check_operands(n)

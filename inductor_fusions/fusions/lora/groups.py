@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from ...block_mm import guards
+from ...decisions.problems import FEW_ROWS
 from ...graph.products import RESHAPES, Product, identity, product, through
 from ...operands import tokens_of, value
-from . import decode, narrow, profit
+from . import narrow, profit
 from .adapters import Adapter, source, unrounded
 from .masks import mask_of
 from .recognise import Linear
@@ -74,7 +75,7 @@ def is_whole(group: Sequence[Linear]) -> bool:
     """Whether linears are one operation for few rows: nothing but the results is used elsewhere."""
     x, adapters = value(group[0].bases[0].a), adapters_of(group)
     rows = x.shape[0]
-    if not isinstance(rows, int) or rows > decode.MOST_ROWS or x.stride(1) != 1:
+    if not isinstance(rows, int) or rows > FEW_ROWS or x.stride(1) != 1:
         return False
     ups = {a.up.node for a in adapters}
     for linear in group:

@@ -31,7 +31,7 @@ from ..._inductor import Match, drops_narrow_casts, known_true
 from ...decisions.problems import FEW_ROWS
 from ...effects import liveness
 from ...effects.inplace import overwritten
-from ...effects.liveness import readers
+from ...effects.liveness import are_read_elsewhere, readers
 from ...effects.scope import DynamoScope
 from ...fusion import Candidate, Fusion
 from ...graph.builder import Builder
@@ -209,7 +209,7 @@ class AdapterInput(Candidate):
                 "under autocast no input is stored in float32, so there is nothing to save"
             )
         if site.drop is not None:
-            if readers(site.drop) != [site.linear]:
+            if are_read_elsewhere([site.drop], [site.linear]):
                 raise Reason.USED_ELSEWHERE.rejected("the result of the dropout is also read elsewhere")
             check_random_numbers()
         where = "the cast and the linear" if site.drop is None else "the dropout and the linear"

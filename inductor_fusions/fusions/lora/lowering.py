@@ -12,7 +12,7 @@ from ... import _inductor
 from ...block_mm.lowering import check_factors
 from ...decisions import configured, some
 from ...fusion import Rejected
-from ...lowering import check_device
+from ...lowering import check_templates
 from ...operands import known_size
 from . import narrow
 from .elements import by_elements, elements_of
@@ -32,7 +32,7 @@ def kernel(*given: Any) -> list[Any]:
     x, b, kept = call.x, call.b, call.kept
     scales, further, transposed = call.scales, call.further, call.transposed
     device = x.get_device()
-    check_device(device)
+    check_templates(device)
     check_factors([*scales, *further])
     made = len(b[0].get_size()) == 3 and _inductor.static(b[0].get_size()[0])
     x, *b = _inductor.realize([x, *(_firsts(b) if made else b)])

@@ -21,7 +21,7 @@ from torch import fx
 from ... import config
 from ..._inductor import Match, freezes_weights, known_true
 from ...decisions.tables import dtype_name
-from ...effects.liveness import readers, replace
+from ...effects.liveness import are_read_elsewhere, replace
 from ...fusion import Candidate, Rejected, Reported
 from ...graph.builder import Builder
 from ...graph.search import reached
@@ -249,9 +249,8 @@ class MergedWeight(Candidate):
         check_kind(*found)
         if any(each.dtype != found[0].dtype for each in found):
             raise Reason.MIXED_DTYPES.rejected("the operands have different dtypes, or autocast is on")
-        for node, reader in zip(site.between, (*site.between[1:], site.linear), strict=True):
-            if readers(node) != [reader]:
-                raise Reason.USED_ELSEWHERE.rejected("the merged weight is also used elsewhere")
+        if are_read_elsewhere(site.between, {*site.between, site.linear}):
+            raise Reason.USED_ELSEWHERE.rejected("the merged weight is also used elsewhere")
         operands = [node for node in (site.x, site.w, site.a, site.b, site.factor) if node is not None]
         known.check_replaced(site.between, site.linear, "the merge and the linear", operands)
         check_device(found[0])
@@ -262,7 +261,7 @@ class MergedWeight(Candidate):
                 "two products for a merged adapter are measured in training only where A and B are trained",
                 "F.linear(x, w) + s * F.linear(F.linear(x, a), b)",
             )
-        if config.policy != "always":
+        if not config.always():
             self.note = self.decided(found[0], found[-1])
 
     def decided(self, x: torch.Tensor, out: torch.Tensor) -> str:

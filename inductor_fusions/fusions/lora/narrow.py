@@ -68,7 +68,7 @@ def beside(shape: Shape, summands: int) -> int:
 
     Beside each other x is multiplied once for all of them. They are filled up to a power of two.
     """
-    wide = 1 << (summands - 1).bit_length()
+    wide = padded(summands, 1)
     return wide if wide * sum(map(padded, shape.ranks)) <= MOST_BESIDE else 1
 
 

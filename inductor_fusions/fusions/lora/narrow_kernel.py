@@ -17,8 +17,8 @@ aten = torch.ops.aten
 #: Dtypes of which float32 is a sum of three. float16 has too few exponents: there x is widened instead.
 SUMMANDS = (torch.bfloat16,)
 
-#: Up to so many rows, one thread block for each part of K reads the narrow matrices.
-FEW_ROWS = 64
+#: Up to so many rows, one thread block for each part of K reads the narrow matrices, and splits them up.
+UNSPLIT_ROWS = 64
 
 
 def _count(shape: narrow.Shape) -> int:
@@ -35,7 +35,7 @@ def ahead(shape: narrow.Shape) -> int:
     """
     if shape.made:
         return shape.made
-    few = shape.rows is not None and shape.rows <= FEW_ROWS
+    few = shape.rows is not None and shape.rows <= UNSPLIT_ROWS
     return 1 if few or shape.inner is None else _count(shape)
 
 

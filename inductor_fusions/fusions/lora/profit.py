@@ -8,14 +8,13 @@ from typing import Any, ClassVar
 import torch
 
 from ... import config
-from ...block_mm.heuristics import capability
 from ...block_mm.problem import size_text
-from ...decisions import Decision, Query, Span, decide_for_all, tables
+from ...decisions import Query, Span, decide_for_all, tables
+from ...decisions.problems import FEW_ROWS
 from ...fusion import LeftToStock
-from ...operands import may_use_tf32
+from ...operands import check_capability, expected, may_use_tf32
 from ...reasons import Reason, like
 from . import narrow
-from .decode import MOST_ROWS
 
 
 class Known:
@@ -151,9 +150,9 @@ def check_dropped(shape: Dropped, device: torch.device) -> None:
 def check_few_rows(tokens: int | Span | None, plain: bool) -> None:
     """Leave adapters that are not plain to stock for few rows, for which only one operation is measured."""
     few = tokens if isinstance(tokens, int) else tokens.hint if isinstance(tokens, Span) else None
-    if not plain and config.policy != "always" and few is not None and few <= MOST_ROWS:
+    if not plain and not config.always() and few is not None and few <= FEW_ROWS:
         raise Reason.NOT_MEASURED.left_to_stock(
-            f"up to {MOST_ROWS} rows are not measured with an operation between A and B, or after B"
+            f"up to {FEW_ROWS} rows are not measured with an operation between A and B, or after B"
         )
 
 
@@ -193,25 +192,14 @@ def _query(section: str, key: dict[str, Any], text: str) -> Query:
 
 def _pays(query: Query, tokens: int | Span | None, device: torch.device) -> str:
     """Return the source of the expected gain, for the report, or raise if there is none."""
-    if capability(device) < 80:
-        raise Reason.DEVICE.left_to_stock("the device is older than compute capability 8.0")
-    if tokens is None:
-        reason = Reason.SYMBOLIC(
-            "the number of rows is symbolic, and no kernel is known to be faster for all its values"
+    check_capability(device)
+    decision = decide_for_all(query, tokens, device)
+    if not decision.measured:
+        decision = min(
+            (decide_for_all(one, tokens, device) for one in _between(query)),
+            key=lambda found: found.lower if found.kernel is not None else 0.0,
         )
-        decision = Decision(None, reason=reason)
-    else:
-        decision = decide_for_all(query, tokens, device)
-        if not decision.measured:
-            decision = min(
-                (decide_for_all(one, tokens, device) for one in _between(query)),
-                key=lambda found: found.lower if found.kernel is not None else 0.0,
-            )
-    if decision.kernel is not None:
-        return f", {decision.note}"
-    if config.policy != "always":
-        raise LeftToStock(decision.reason)
-    return ", not measured"
+    return f", {expected(decision)}"
 
 
 def _between(query: Query) -> list[Query]:

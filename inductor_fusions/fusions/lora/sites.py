@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ... import operands
 from ..._inductor import Match, was_erased
 from ...block_mm import emit, guards, units
 from ...block_mm.lowering import MOST_PRODUCTS
@@ -107,7 +108,7 @@ class Adapted(Candidate):
         """Keep the longest part of the group, from its first linear on, that may be fused."""
         if self.group[0].problem:
             raise LeftToStock(self.group[0].problem)
-        guards.check_device(self.anchor)
+        operands.check_device(value(self.anchor))
         reason: Rejected | None = None
         for count in range(len(self.group), 0, -1):
             some = self.group[:count]
@@ -161,7 +162,9 @@ class Adapted(Candidate):
 
     def _check_adapter(self, a: Adapter, x: torch.Tensor) -> None:
         right, left = value(a.up.b), value(a.down.b)
-        if right.dtype != left.dtype or right.dtype not in (x.dtype, torch.float32):
+        if right.dtype != left.dtype:
+            raise Reason.MIXED_DTYPES.rejected("the two matrices of an adapter have different dtypes")
+        if right.dtype not in (x.dtype, torch.float32):
             raise Reason.MIXED_DTYPES.rejected("the adapters have neither the dtype of the base nor float32")
         if right.dtype != x.dtype and x.dtype != torch.bfloat16:
             raise Reason.MIXED_DTYPES.left_to_stock("the adapters are float32 and the base is float16")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ... import _inductor
 from ...fusion import Rejected
-from ...lowering import check_device, define
+from ...lowering import check_templates, define
 from . import elements
 from .op import HIGH_BITS
 
@@ -101,7 +101,7 @@ def kernel(
     In its place the operation is called as it is: of a cast to 16 bits and back in one loop Inductor keeps
     nothing.
     """
-    check_device(matrices[0].get_device())
+    check_templates(matrices[0].get_device())
     matrices = _inductor.realize(matrices)
     factors: list[dict[str, Any]] = []
     outputs: list[tuple[str, tuple[Any, Any], torch.dtype]] = []

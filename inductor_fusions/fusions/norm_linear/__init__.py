@@ -65,7 +65,7 @@ class NormedLinears(Candidate):
             raise Rejected(guards.read_elsewhere("the result of the norm", self.others))
         for node in self.calls:
             guards.check_layout(value(self.norm.x).reshape(value(_call(node).a[0]).shape))
-        if config.policy != "always":
+        if not config.always():
             if any(value(_call(node).a[0]).shape[0] != 1 for node in self.calls):
                 raise Reason.NOT_MEASURED.left_to_stock("only norms of one row were measured")
             if not _is_stored(self.norm.x):

@@ -16,7 +16,7 @@ from torch import fx
 from ... import config
 from ..._inductor import Match
 from ...decisions import Query, decide, tables
-from ...effects.liveness import readers, replace
+from ...effects.liveness import are_read_elsewhere, replace
 from ...effects.scope import DynamoScope
 from ...effects.writes import storage
 from ...fusion import Candidate, Fusion, Reported
@@ -26,10 +26,10 @@ from ...layouts.keeping import Keeping
 from ...operands import check_device, check_kind, profitable, requires_grad, tensor, text, value
 from ...reasons import Reason
 from . import recognise
-from .op import OUTER_PRODUCT_LINEAR, dtypes, pairs
+from .op import OUTER_PRODUCT_LINEAR, dtypes, outer_products
 from .recognise import OuterProductSite
 
-__all__ = ["FUSION", "pairs"]
+__all__ = ["FUSION", "outer_products"]
 
 
 class OuterProductLinear(Candidate):
@@ -54,12 +54,10 @@ class OuterProductLinear(Candidate):
         out, *operands = (tensor(node) for node in (site.linear, site.u, site.v, site.w))
         assert out is not None
         check_kind(out, *operands)
-        for node in site.chain:
-            allowed = {*site.chain, site.linear}
-            if set(readers(node)) - allowed:
-                raise Reason.USED_ELSEWHERE.rejected(
-                    "the outer product is also used elsewhere", "let only the linear read the outer product"
-                )
+        if are_read_elsewhere(site.chain, {*site.chain, site.linear}):
+            raise Reason.USED_ELSEWHERE.rejected(
+                "the outer product is also used elsewhere", "let only the linear read the outer product"
+            )
         if any(t is None or t.dtype != out.dtype for t in operands):
             raise Reason.MIXED_DTYPES.rejected("the operands have different dtypes, or autocast is on")
         if site.bias is not None and ((bias := tensor(site.bias)) is None or bias.dtype != out.dtype):
@@ -67,7 +65,7 @@ class OuterProductLinear(Candidate):
         where = "the outer product and the linear"
         self.scope.check_replaced(site.chain, site.linear, where, [site.u, site.v, site.w])
         check_kernel(out)
-        if config.policy == "profitable":
+        if not config.always():
             self.note = measured(out, operands)
 
     def rewrite(self) -> str:

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...decisions import hardware
 from ...lowering import is_traced, launched
 from .kernels import linear_kernel, pack_kernel
 
@@ -39,7 +40,7 @@ def linear(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
     # Thread blocks of four warps share a multiprocessor.
     each = max(1, 8 // tile["num_warps"])
     one = is_one(u, v)
-    steps, parts = _split(pairs(p, q, block, one), each * programs(u), tiles)
+    steps, parts = _split(number_of_pairs(p, q, block, one), each * programs(u), tiles)
     # Triton launches on the current device, which need not be that of the tensors.
     with torch.cuda.device_of(u):
         f = packed(w, p, q, block, one)
@@ -54,7 +55,7 @@ def linear(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
 
 def packed(w: Tensor, p: int, q: int, block: int, one: bool) -> Tensor:
     """The weight in the order of the blocks, (N, columns)."""
-    n, columns = w.shape[0], pairs(p, q, block, one) * block
+    n, columns = w.shape[0], number_of_pairs(p, q, block, one) * block
     f = w.new_empty((n, columns))
     tile = PACK[w.itemsize]
     grid = (triton.cdiv(p, tile["BLOCK_P"]), triton.cdiv(q, block), triton.cdiv(n, tile["BLOCK_N"]))
@@ -72,7 +73,7 @@ def is_one(u: Tensor, v: Tensor) -> bool:
     return same and u.dtype != torch.float16
 
 
-def pairs(p: int, q: int, block: int, one: bool) -> int:
+def number_of_pairs(p: int, q: int, block: int, one: bool) -> int:
     """How many pairs of a block and a p there are."""
     blocks = triton.cdiv(q, block)
     return sum(min((b + 1) * block, p) for b in range(blocks)) if one else p * blocks
@@ -80,9 +81,8 @@ def pairs(p: int, q: int, block: int, one: bool) -> int:
 
 def programs(like: Tensor) -> int:
     """Multiprocessors of the device."""
-    if not like.is_cuda:
-        return PROGRAMS
-    return int(torch.cuda.get_device_properties(like.device).multi_processor_count)
+    found = hardware(like.device)
+    return PROGRAMS if found is None else found.multiprocessors
 
 
 def _constants(dtype: torch.dtype, block: int, one: bool) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...decisions import unsupported
 from ...lowering import define
 from ...operands import may_use_tf32
 
@@ -40,7 +41,7 @@ def _check(u: Tensor, v: Tensor, w: Tensor) -> None:
 
 def _has_kernel(u: Tensor) -> bool:
     """Whether the kernels compute this."""
-    return u.is_cuda and torch.version.hip is None and u.dtype in dtypes()
+    return u.dtype in dtypes() and not unsupported(u.device)
 
 
 def _outer_product_linear(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ def _outer_product_linear(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
         from . import launch
 
         return launch.linear(u, v, w)
-    return pairs(u, v) @ w.t()
+    return outer_products(u, v) @ w.t()
 
 
 def factors(dy: Tensor, u: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,7 +70,7 @@ def weight(dy: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """The gradient of w."""
     dw = u.new_zeros((dy.shape[1], u.shape[1] * v.shape[1]))
     for part, columns in _chunks(u, v):
-        dw[:, columns] = dy.t() @ pairs(u[:, part], v)
+        dw[:, columns] = dy.t() @ outer_products(u[:, part], v)
     return dw
 
 
@@ -82,7 +83,7 @@ def _chunks(u: Tensor, v: Tensor) -> Iterator[tuple[slice, slice]]:
         yield slice(first, last), slice(first * count, last * count)
 
 
-def pairs(u: Tensor, v: Tensor) -> Tensor:
+def outer_products(u: Tensor, v: Tensor) -> Tensor:
     """(rows, P * Q): each product of an element of u and one of v, materialised."""
     return (u[:, :, None] * v[:, None, :]).flatten(1)
 

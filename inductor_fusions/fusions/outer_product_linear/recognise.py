@@ -16,10 +16,9 @@ import torch
 from torch import fx
 
 from ..._inductor import known_true
-from ...effects.liveness import readers
 from ...graph.dims import is_transposed, selection
 from ...graph.einsum import equation_of
-from ...graph.search import reached
+from ...graph.search import named_behind
 from ...graph.torch_ops import CASTS, TRANSPOSES, VIEWS, Op, linear_of, read
 from ...operands import same_shape, tensor
 
@@ -121,11 +120,7 @@ def _is_bilinear(op: Op) -> bool:
 
 def _is_normalised(op: Op) -> bool:
     """Whether the result of an operation is scores or logits."""
-
-    def named(node: fx.Node, names: frozenset[str]) -> list[fx.Node]:
-        return [user for user in readers(node) if (by := read(user)) is not None and by.name in names]
-
-    return any(named(each, _NORMALISED) for each in reached([op.node], lambda node: named(node, _SCORES), 16))
+    return bool(named_behind(op.node, _SCORES, _NORMALISED, 16))
 
 
 def _of_three(op: Op) -> str:
@@ -214,7 +209,7 @@ def _outer(x: fx.Node) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
         return None
     op, factors = read(x), None
     if op is not None and op.name == "einsum":
-        factors = _of_einsum(op)
+        factors = _factors_of_einsum(op)
     elif op is not None and op.name in ("mul", "bmm", "matmul"):
         first, second = op.only("input", "other")
         factors = _pair(first, second, product)
@@ -239,7 +234,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     return op.input if op.name in _VIEWS or only_adds else None
 
 
-def _of_einsum(op: Op) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
+def _factors_of_einsum(op: Op) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
     """The two factors of an einsum "bi,bj->bij", with any letters, also several for the rows."""
     found = equation_of(op)
     if (

@@ -43,7 +43,7 @@ from ...effects.inplace import inputs, readers
 from ...fusion import Candidate, Fusion, Scope
 from ...graph.torch_ops import forms
 from .permutations import permuted, permuted_for
-from .reductions import REDUCTIONS, Reduction, reduction_of
+from .reductions import REDUCTIONS, OverOtherDims, softmax_dims
 from .returned import returned
 from .scores import Alpha, divided
 from .walk import between, name_of, nearest_product
@@ -66,7 +66,7 @@ def read(scope: Scope, match: Match) -> Iterator[Candidate]:
     node = match.output_node()
     if name_of(node) == _SDPA and patterns_match_decomposed_sdpa():
         yield from permuted_for(node)
-    found = reduction_of(node)
+    found = softmax_dims(node)
     if found is None:
         return
     dims, rank = found
@@ -82,7 +82,7 @@ def read(scope: Scope, match: Match) -> Iterator[Candidate]:
         divisions += divided(node, product, patterns_ignore_the_scale())
         yield from permuted(product, output)
         if not over_keys:
-            yield Reduction(node, dims)
+            yield OverOtherDims(node, dims)
     if over_keys and not is_body(scope.graph):
         yield from returned(output)
     yield from divisions

@@ -6,12 +6,10 @@ from typing import Any
 
 from torch import fx
 
-from ..._inductor import is_batched
-from ...effects.derivatives import INTO_INFERENCE
 from ...effects.modes import Modes
 from ...fusion import Candidate
 from ...graph.builder import Builder
-from ...operands import tensor
+from ...operands import check_unbatched, tensor
 from ...reasons import Reason
 
 
@@ -22,12 +20,8 @@ class EquivalentRewrite(Candidate):
         self.anchor = anchor
 
     def guard(self) -> None:
-        if is_batched(tensor(self.anchor)):
-            raise Reason.TRANSFORM.rejected(
-                "the site is inside torch.vmap, whose tensors have a hidden batch dim"
-            )
-        if Modes(self.anchor.graph).reads_into_inference(self.anchor):
-            raise Reason.MODE.rejected(INTO_INFERENCE)
+        check_unbatched(tensor(self.anchor))  # what a DTensor becomes is misread as well
+        Modes(self.anchor.graph).check_inference(self.anchor)
         if self.anchor.kwargs.get("out") is not None:
             raise Reason.OVERWRITTEN.rejected("the operation writes to a given tensor (out=)")
 

@@ -14,7 +14,7 @@ from .walk import name_of
 REDUCTIONS = ("softmax", "_softmax", "sum")
 
 
-class Reduction(EquivalentRewrite):
+class OverOtherDims(EquivalentRewrite):
     """A softmax, or the sum of one that is written out, that is not over the last dim."""
 
     def __init__(self, anchor: fx.Node, dims: tuple[int, ...]) -> None:
@@ -26,7 +26,7 @@ class Reduction(EquivalentRewrite):
         return f"views behind the {name_of(self.anchor).lstrip('_')} over dims {list(self.dims)}"
 
 
-def reduction_of(node: fx.Node) -> tuple[tuple[int, ...], int] | None:
+def softmax_dims(node: fx.Node) -> tuple[tuple[int, ...], int] | None:
     """(dims, rank) of a softmax, or of the sum of one that is written out."""
     op = read(node)
     if op is None or op.name not in REDUCTIONS:

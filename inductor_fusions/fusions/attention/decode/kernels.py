@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ....decisions.problems import padded
 from ....lowering import launched
-from .op import MOST_ROWS
+from .op import TILE_ROWS
 
 #: exp(x) = exp2(x * LOG2_E)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -231,7 +231,7 @@ def attention(
     (batch, heads, queries, d), kv_heads, keys, e = q.shape, k.shape[1], k.shape[2], v.shape[3]
     block_n, splits, warps, stages = tiles
     group = heads // kv_heads
-    block_m = max(16, min(MOST_ROWS, padded(group * most_queries)))
+    block_m = max(16, min(TILE_ROWS, padded(group * most_queries)))
     out = q.new_empty((batch, queries, heads, e))
     # What a kernel does not read must be something in memory: Inductor would write q once more for it.
     unread = k if listed is None else listed

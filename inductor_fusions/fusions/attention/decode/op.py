@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....decisions.devices import OLDEST
+from ....decisions import unsupported
 from ....lowering import define
 
 #: Dtypes of q, k and v that the kernels take.
@@ -24,7 +24,7 @@ MASKS = (torch.float32, torch.bfloat16, torch.float16)
 #: The widest heads that they take.
 MOST_DIM = 256
 #: Rows of a tile at most: queries of heads that share keys.
-MOST_ROWS = 32
+TILE_ROWS = 32
 
 
 def lowest_of(
@@ -46,8 +46,7 @@ def lowest_of(
 
 def _has_kernel(q: Tensor) -> bool:
     """Whether there are kernels for the device of a tensor."""
-    is_nvidia = q.is_cuda and torch.version.hip is None
-    return is_nvidia and torch.cuda.get_device_capability(q.device) >= OLDEST
+    return not unsupported(q.device)
 
 
 def _launches(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *_: Any) -> bool:

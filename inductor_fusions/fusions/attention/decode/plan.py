@@ -10,14 +10,12 @@ import torch
 
 from .... import decisions
 from ...._inductor import hint, known_true
-from ....decisions import tables
-from ....decisions.devices import OLDEST
+from ....decisions import tables, unsupported
+from ....decisions.problems import padded
 from ....graph import torch_ops
 from ..problem import Problem
-from .op import DTYPES, MASKS, MOST_DIM, MOST_ROWS
+from .op import DTYPES, MASKS, MOST_DIM, TILE_ROWS
 
-#: Types of devices that there are kernels for.
-DEVICES = frozenset({"cuda"})
 #: Queries at most: a token, or those of speculative decoding.
 MOST_QUERIES = 16
 #: Parts of the keys at most.
@@ -44,13 +42,13 @@ class Config:
         """Parts of the keys, so that the device is full; a power of two."""
         wanted = self.programs * processors / (shape.batch * shape.kv_heads)
         tiles = -(-shape.kv_len // self.block_n)
-        return min(1 << max(0, round(wanted) - 1).bit_length(), MOST_SPLITS, 1 << (tiles - 1).bit_length())
+        return min(padded(round(wanted), 1), MOST_SPLITS, padded(tiles, 1))
 
     def fits(self, head_dim: int) -> bool:
         """Whether the tiles of keys and values fit 99 KiB of shared memory, the least that a device has."""
-        wide = 1 << (head_dim - 1).bit_length()
+        wide = padded(head_dim)
         tiles = 4 * self.block_n * wide * max(1, self.num_stages - 1)
-        return tiles + 4 * MOST_ROWS * (wide + self.block_n) <= 99 * 1024
+        return tiles + 4 * TILE_ROWS * (wide + self.block_n) <= 99 * 1024
 
 
 @dataclass(frozen=True)
@@ -113,11 +111,8 @@ def _mask_of(problem: Problem) -> str:
 
 def refused(problem: Problem) -> str:
     """Why the operation does not take a problem; "" where it does."""
-    device = problem.q.value.device
-    if device.type not in DEVICES or (device.type == "cuda" and torch.version.hip is not None):
-        return f"no kernel for devices of type {device.type}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
-        return "the device is older than compute capability 8.0"
+    if why := unsupported(problem.q.value.device):
+        return why
     if problem.train or problem.transformed:
         return "it has no backward"
     if problem.stages or problem.sink is not None or problem.dropout > 0:

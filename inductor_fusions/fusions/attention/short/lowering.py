@@ -13,7 +13,7 @@ from .... import _inductor
 from ....block_mm import template
 from ....decisions.problems import padded
 from ....fusion import Rejected
-from ....lowering import check_device
+from ....lowering import check_templates
 from ....operands import may_use_tf32
 from . import op, plan
 
@@ -55,7 +55,7 @@ class Call:
     ) -> None:  # fmt: skip
         self.device = q.get_device()
         self.dtype = q.get_dtype()
-        check_device(self.device)
+        check_templates(self.device)
         if self.dtype not in DTYPES or len(masks) > MOST_MASKS:
             raise Rejected(f"no kernel for {self.dtype} with {len(masks)} masks")
         sizes = [_inductor.sizes(x) for x in (q, k, v)]

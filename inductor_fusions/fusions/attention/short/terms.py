@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ...._inductor import known_true
-from ....decisions import devices
+from ....decisions import unsupported
 from ....graph import torch_ops
 from ....operands import same_shape, tokens_of
 from ..normal_form import Term
@@ -19,17 +19,11 @@ from ..problem import Problem
 from . import plan
 from .lowering import DTYPES, MOST_MASKS
 
-#: Types of devices that there are kernels for.
-DEVICES = frozenset({"cuda"})
-
 
 def refused(problem: Problem) -> str:
     """Why the operation does not take a problem; "" where it does."""
-    device = problem.q.value.device
-    if device.type not in DEVICES:
-        return f"no kernel for devices of type {device.type}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < devices.OLDEST:
-        return "the device is older than compute capability 8.0"
+    if why := unsupported(problem.q.value.device):
+        return why
     if problem.transformed:
         return "torch.func.grad is not supported"
     if problem.stages or problem.sink is not None or problem.dropout > 0:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from torch import fx, nn
 
 from . import _inductor, config, reporting
 from .checking import budget
+from .checking.after_passes import AfterPasses
 from .checking.runs import Inputs, cast, exact, near, run, split
 from .reasons import Reason
 from .reporting import Report, Site
@@ -129,7 +129,7 @@ def capture(
     """
     config.check_policy(policy)
     graphs: list[fx.GraphModule] = []
-    how: Any = _AfterPasses(graphs) if backend == EAGER_AFTER_PASSES else backend
+    how: Any = AfterPasses(graphs) if backend == EAGER_AFTER_PASSES else backend
     with _inductor.fresh_compile(), config.patch(policy=policy), reporting.isolated() as sites:
         compiled = torch.compile(fn, dynamic=dynamic, backend=how)
         outputs, grads, used = run(compiled, fn, args, kwargs, train, cotangents)
@@ -322,43 +322,6 @@ def _judged(
 
     errors = budget.judge(ours, stock, true, factor, slack)
     return ours(0), stock(0), errors
-
-
-# -- running the passes alone ----------------------------------------------------------------------
-
-
-class _AfterPasses:
-    """A backend of `torch.compile`: the pre-grad passes that Inductor would run, then the graph itself."""
-
-    def __init__(self, graphs: list[fx.GraphModule]) -> None:
-        self.graphs = graphs
-
-    def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        with _inductor.passes_over(graph):
-            self._transform(graph)
-        self.graphs.append(graph)
-        values = map(_inductor.value_of, graph.graph.nodes)
-        symbolic = any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in values)
-        if not symbolic and not _inductor.only_traced_autograd_runs(graph.graph):
-            return graph.forward
-        # Such graphs run only after AOTAutograd has traced them once more.
-        functorch: Any = importlib.import_module("functorch.compile")
-
-        def as_it_is(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            return functorch.make_boxed_func(traced.forward)  # type: ignore[no-any-return]
-
-        return functorch.aot_module_simplified(graph, example_inputs, fw_compiler=as_it_is)  # type: ignore[no-any-return]
-
-    def _transform(self, graph: fx.GraphModule) -> None:
-        """Run the passes on a graph and its nested graphs, which come first, as in Inductor."""
-        for name in sorted({str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}):
-            body = getattr(graph, name, None)
-            if isinstance(body, fx.GraphModule):
-                self._transform(body)
-        for item in _inductor.get_hook("pre_grad"):
-            item(graph.graph)
-        graph.graph.lint()
-        graph.recompile()
 
 
 # -- what is wrong ---------------------------------------------------------------------------------

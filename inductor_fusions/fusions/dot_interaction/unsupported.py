@@ -33,7 +33,7 @@ _TO_MATRICES = frozenset("matmul bmm einsum linear sum squeeze unsqueeze transpo
 
 
 def how(node: fx.Node) -> str:
-    """How pairs are read of products of features with themselves, where no kernel reads them so; else ""."""
+    """Return in which unsupported way a node reads pairwise products of features; "" if it reads none."""
     op = read(node)
     if op is None:
         return ""

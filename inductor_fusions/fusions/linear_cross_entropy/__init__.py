@@ -352,7 +352,7 @@ def look_for_logits_of_labels(scope: DynamoScope, match: Match) -> Candidate | N
 @FUSION.anchor(recognise.targets_of_others)
 def look_out(scope: DynamoScope, match: Match) -> Candidate | None:
     """A softmax of logits that no supported loss reads."""
-    found = recognise.written_out(match.output_node())
+    found = recognise.unsupported(match.output_node())
     if found is None or statistics.is_reported(found.loss):
         return None
     return Reported(found.loss, found.why)

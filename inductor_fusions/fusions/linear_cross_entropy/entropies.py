@@ -128,8 +128,11 @@ def _without_casts(node: Any) -> tuple[Any, list[fx.Node]]:
 
 
 def _factors(op: Op | None) -> tuple[list[Any], bool, list[fx.Node]] | None:
-    """The factors of a product of which an operation sums each row, whether its negative is summed, and the
-    nodes in between."""
+    """Return the factors of a product, if `op` sums that product or its negative over the last dim.
+
+    Returns:
+        The factors, whether the negative is summed, and the nodes between the factors and `op`.
+    """
     if op is None or op.name != "sum" or not is_over_last(op):
         return None
     node, path, negates = op.only("input", "dim", "keepdim")[0], list[fx.Node](), False

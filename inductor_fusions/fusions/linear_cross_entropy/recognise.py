@@ -122,8 +122,12 @@ def site(node: fx.Node) -> LossSite | Unsupported | None:
         return Unsupported(node, why) if op.name in _LOSSES else None
 
 
-def written_out(node: fx.Node) -> Unsupported | None:
-    """The softmax of a linear's logits that no loss above reads, as in distillation, or another loss."""
+def unsupported(node: fx.Node) -> Unsupported | None:
+    """Return the site of a loss that no kernel computes, such as a distillation; None of anything else.
+
+    Args:
+        node: a softmax of the logits of a linear, or another loss of them.
+    """
     op = read(node)
     linear = None if op is None else _linear_before(op.input)
     if op is None or linear is None or not _is_loss(op, linear):

@@ -130,7 +130,10 @@ def _is_picked_from(linear: fx.Node) -> bool:
 
 
 def is_reported(node: fx.Node) -> bool:
-    """Whether an entropy that `alone` finds is computed of what a node gives, or `picked` reads it."""
+    """Return whether the result of a node is reported at another site.
+
+    That is so if `picked` reads it, or if an entropy that is computed of it is a site of `alone`.
+    """
     op = read(node)
     summed = _walked(op.input) if op is not None and op.name == "logsumexp" else None
     if summed is not None and _is_picked_from(summed.linear):

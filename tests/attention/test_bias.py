@@ -41,7 +41,6 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.row("X4")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shape(shape: tuple[int, ...]) -> None:
     """A bias without a gradient, and one with.

@@ -86,7 +86,6 @@ def test_twin(name: str) -> None:
     assert {case.reason.code} <= {site.code for site in sites} if case.reason else not sites, sites
 
 
-@pytest.mark.row("S1")
 @EVERY
 def test_switched_off(name: str) -> None:
     """By its toggle: no site of it is even looked for."""

@@ -152,9 +152,8 @@ def test_every_operation_is_called() -> None:
     assert known == set(CALLS)
 
 
-@pytest.mark.row("X1")
 @pytest.mark.parametrize("name", CALLS)
-def test_operation(name: str, device: torch.device) -> None:
+def test_X1_operation(name: str, device: torch.device) -> None:
     check(name, CALLS[name], device)
 
 

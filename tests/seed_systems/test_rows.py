@@ -1,4 +1,4 @@
-"""Every row of the five systems has a test of its name or marker, and a line in the documentation."""
+"""Every row of the five systems has a test of its name, and a line in the documentation."""
 
 from __future__ import annotations
 
@@ -19,24 +19,16 @@ ROWS = [f"{letter}{number}" for letter, count in COUNTS.items() for number in ra
 ANYWHERE = {"K10", "K11", "S7"}
 
 
-def rows_of(test: ast.FunctionDef) -> list[str]:
-    """By its name; or by markers, where the test is about more than the row."""
-    named = re.match(r"test_([A-Z]\d+)_", test.name)
-    marked = [
-        re.fullmatch(r"pytest\.mark\.row\('(\w+)'\)", ast.unparse(each)) for each in test.decorator_list
-    ]
-    return [match[1] for match in (named, *marked) if match]
-
-
 @functools.cache
 def by_row() -> dict[str, list[ast.FunctionDef]]:
-    """The tests in this folder by their rows, and those of other folders that have a marker."""
-    texts = {path: path.read_text("utf-8") for path in HERE.parent.rglob("test_*.py")}
-    files = [ast.parse(text) for path, text in texts.items() if path.parent == HERE or "mark.row(" in text]
+    """The tests that have the name of a row, in any folder."""
+    name = re.compile(r"test_([A-Z]\d+)_")
+    texts = (path.read_text("utf-8") for path in HERE.parent.rglob("test_*.py"))
+    files = [ast.parse(text) for text in texts if name.search(text)]
     found: dict[str, list[ast.FunctionDef]] = {}
     for node in (node for file in files for node in file.body if isinstance(node, ast.FunctionDef)):
-        for row in rows_of(node):
-            found.setdefault(row, []).append(node)
+        if match := name.match(node.name):
+            found.setdefault(match[1], []).append(node)
     return found
 
 

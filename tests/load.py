@@ -74,7 +74,7 @@ def grown(compiles: int, enabled: bool, backend: str = "passes", memory: bool = 
     fused = 0
     for number in range(compiles):
         torch._dynamo.reset()
-        how = "inductor" if backend == "inductor" else testing._AfterPasses([])
+        how = "inductor" if backend == "inductor" else testing.AfterPasses([])
         factor = 0.5 if backend == "inductor" else 0.5 + number
         with (
             config.patch(policy="always", enabled=enabled),

@@ -132,7 +132,7 @@ def through_flex(fn: Function, inputs: Sequence[Any] | Mapping[str, Any], **opti
 def counted(fn: Function) -> tuple[Function, CompileCounterWithBackend]:
     """A function as it is compiled for all sizes, without generated code; and what counts its graphs."""
     torch._dynamo.reset()
-    counter, passes = CompileCounterWithBackend("aot_eager"), testing._AfterPasses([])
+    counter, passes = CompileCounterWithBackend("aot_eager"), testing.AfterPasses([])
 
     def backend(graph: Any, example_inputs: Any) -> Any:
         counter(graph, example_inputs)

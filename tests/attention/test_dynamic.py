@@ -98,7 +98,7 @@ def test_form(case, train: bool) -> None:
 def test_multihead_attention(dropout: float) -> None:
     """Its probability of dropout is a symbol at first, and Dynamo starts again where a function needs it."""
     layer = nn.MultiheadAttention(16, 2, batch_first=True, dropout=dropout)
-    compiled = torch.compile(lambda x: layer(x, x, x)[0], backend=testing._AfterPasses([]), dynamic=True)
+    compiled = torch.compile(lambda x: layer(x, x, x)[0], backend=testing.AfterPasses([]), dynamic=True)
     with config.patch(policy="always", strict=True), testing.reporting.isolated() as sites:
         compiled(torch.randn(2, 5, 16)).sum().backward()
     assert sites[-1].verdict == "fused", sites
@@ -125,7 +125,7 @@ def test_scale_argument() -> None:
     fn = lambda q, k, v, scale: torch.softmax(q @ k.mT * scale, -1) @ v  # noqa: E731
     check(fn, (*qkv(), 0.3), dynamic=True, fused=None)
     q, k, v = qkv(grad=False)
-    compiled = torch.compile(fn, backend=testing._AfterPasses([]))
+    compiled = torch.compile(fn, backend=testing.AfterPasses([]))
     with config.patch(policy="always"):
         for scale in (0.3, 0.5, 0.7):
             torch.testing.assert_close(compiled(q, k, v, scale), fn(q, k, v, scale))
@@ -223,7 +223,7 @@ def test_numbers_that_are_equal_when_it_is_compiled(fn) -> None:
     graphs = CompileCounterWithBackend("eager")
 
     def after_passes(graph, inputs):
-        testing._AfterPasses([])._transform(graph)
+        testing.AfterPasses([])._transform(graph)
         return graphs(graph, inputs)
 
     inputs = qkv(12, 12, grad=False)

@@ -27,7 +27,7 @@ def test_second_derivative_is_refused_or_right() -> None:
     fn = scored(lambda s: s * 0.3)
     with config.patch(policy="always"):
         torch._dynamo.reset()
-        out = torch.compile(fn, backend=testing._AfterPasses([]))(q, k, v)
+        out = torch.compile(fn, backend=testing.AfterPasses([]))(q, k, v)
         (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
         try:
             (second,) = torch.autograd.grad(grad.square().sum(), q)

@@ -50,7 +50,7 @@ def backend():
     if "inductor_fusions" not in sys.modules:
         return "eager"
     from inductor_fusions import testing
-    return testing._AfterPasses([])
+    return testing.AfterPasses([])
 """
 
 

@@ -127,7 +127,7 @@ def test_other_strides_and_sizes() -> None:
 
     with torch.no_grad(), testing.config.patch(policy="always"):
         torch._dynamo.reset()
-        compiled = torch.compile(attention, backend=testing._AfterPasses([]))
+        compiled = torch.compile(attention, backend=testing.AfterPasses([]))
         for batch, heads, q_len, kv_len in ((2, 3, 7, 13), (3, 2, 13, 7), (1, 1, 2, 5), (2, 3, 7, 13)):
             for order in ((0, 1, 2, 3), (0, 2, 1, 3), (3, 1, 2, 0), (2, 0, 3, 1)):
                 inverse = [order.index(i) for i in range(4)]

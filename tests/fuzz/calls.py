@@ -175,7 +175,7 @@ def judge_calls(program: Calls, code: bool = False) -> Judged:
         wanted.append((call, arguments, eager, true, strides))
 
     def compiled(enabled: bool) -> tuple[str, list[Site]]:
-        how: Any = "inductor" if code else testing._AfterPasses([])
+        how: Any = "inductor" if code else testing.AfterPasses([])
         with (
             _inductor.fresh_compile(),
             config.patch(policy="always", enabled=enabled, attention_kernel=program.kernel),

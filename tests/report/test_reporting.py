@@ -36,7 +36,7 @@ def inputs() -> list[torch.Tensor]:
 def compile_with_passes(fn) -> None:
     with config.patch(policy="always", stock_misfires=False):
         torch._dynamo.reset()
-        torch.compile(fn, backend=testing._AfterPasses([]))(*inputs())
+        torch.compile(fn, backend=testing.AfterPasses([]))(*inputs())
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +129,7 @@ import inductor_fusions
 from inductor_fusions import testing
 for dim in -1, -2:
     f = lambda q, k, v: torch.softmax(q @ k.mT, dim) @ v
-    torch.compile(f, backend=testing._AfterPasses([]))(*torch.randn(3, 1, 2, 4, 8).unbind(0))
+    torch.compile(f, backend=testing.AfterPasses([]))(*torch.randn(3, 1, 2, 4, 8).unbind(0))
 """
 
 

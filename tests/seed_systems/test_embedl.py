@@ -223,7 +223,7 @@ def test_E6_reasons(caplog: pytest.LogCaptureFixture, device: torch.device) -> N
     check(fn, qkv(), device, fused=0, reason="weights", backend=QUICK)
     inductor_fusions.clear()
     with config.patch(policy="always"), caplog.at_level("INFO", logger="inductor_fusions"):
-        torch.compile(fn, backend=testing._AfterPasses([]))(*on(device, qkv()))
+        torch.compile(fn, backend=testing.AfterPasses([]))(*on(device, qkv()))
     (site,) = inductor_fusions.report()
     assert site.verdict == "rejected" and site.hint and "test_embedl.py" in site.source
     assert site.reason in caplog.text

@@ -47,7 +47,7 @@ def test_S1_regions_and_modules(device: torch.device) -> None:
     inductor_fusions.clear()
     with config.patch(policy="always"):
         compiled = copy.deepcopy(model)
-        compiled.blocks[0].compile(backend=testing._AfterPasses([]))
+        compiled.blocks[0].compile(backend=testing.AfterPasses([]))
         torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-5)
         assert inductor_fusions.report().count("fused", "attention") == 1
         with config.patch(attention=False):
@@ -266,7 +266,7 @@ def sharded(model: Any, mesh: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     for block in model.blocks:
-        block.compile(backend=testing._AfterPasses([]))
+        block.compile(backend=testing.AfterPasses([]))
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
@@ -276,14 +276,14 @@ def split_by_heads(model: Any, mesh: Any) -> Any:
 
     model = tensor_parallel(model, mesh)
     for block in model.blocks:
-        block.compile(backend=testing._AfterPasses([]))
+        block.compile(backend=testing.AfterPasses([]))
     return model
 
 
 def replicated(model: Any, mesh: Any) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
-    return DistributedDataParallel(torch.compile(model, backend=testing._AfterPasses([])))
+    return DistributedDataParallel(torch.compile(model, backend=testing.AfterPasses([])))
 
 
 ENGINES: dict[str, Callable[[Any, Any], Any]] = {
@@ -329,7 +329,7 @@ def test_S9_checkpoint(options: dict[str, Any], device: torch.device) -> None:
         return x
 
     inductor_fusions.clear()
-    backend: Any = "inductor" if options else testing._AfterPasses([])  # the partitioner reads the policy
+    backend: Any = "inductor" if options else testing.AfterPasses([])  # the partitioner reads the policy
     with config.patch(policy="always"):
         torch.compile(forward, backend=backend)(x).square().mean().backward()
     assert inductor_fusions.report().count("fused", "attention") == count

@@ -130,7 +130,7 @@ def test_X7_partition(dim: int, mesh: Any, device: torch.device) -> None:
     whole, parts = shards(dim, mesh, device, distribute_tensor, Shard)
     inductor_fusions.clear()
     with config.patch(policy="always"):
-        out = torch.compile(fn, backend=testing._AfterPasses([]))(*parts)
+        out = torch.compile(fn, backend=testing.AfterPasses([]))(*parts)
         out.square().mean().backward()
     assert inductor_fusions.report().count("fused", "attention") == 1
     assert out.placements == (Shard(dim),)
@@ -148,7 +148,7 @@ def test_X7_attention_on_dtensors(mesh: Any, device: torch.device) -> None:
     whole, parts = shards(0, mesh, device, distribute_tensor, Shard)
     inductor_fusions.clear()
     with config.patch(policy="always"):
-        out = torch.compile(attention, backend=testing._AfterPasses([]))(*parts)
+        out = torch.compile(attention, backend=testing.AfterPasses([]))(*parts)
         out.square().mean().backward()
     (site,) = inductor_fusions.report()
     assert site.verdict == "left to stock" and "DTensor" in site.reason and "ColwiseParallel" in site.hint

@@ -30,7 +30,7 @@ def always() -> Any:
 
 def quick(function: Any, **options: Any) -> Any:
     """Compiled without code generation."""
-    return torch.compile(function, backend=testing._AfterPasses([]), **options)
+    return torch.compile(function, backend=testing.AfterPasses([]), **options)
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

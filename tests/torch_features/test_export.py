@@ -110,7 +110,7 @@ def test_adapters_of_exported_graphs(how: Callable[..., Any], reported: bool) ->
     x = torch.randn(2, 9, 48)
     exported = torch.export.export(model, (x,))
     with on_a_gpu(), config.patch(policy="always", strict=True), reporting.isolated() as sites:
-        testing._AfterPasses([])(exported.graph_module, [x])
+        testing.AfterPasses([])(exported.graph_module, [x])
     assert bool(sites) == reported, sites
     assert str(exported.graph).count("linear") + str(exported.graph).count("lora") >= 3
     torch.testing.assert_close(exported.module()(x), model(x), rtol=1e-4, atol=1e-4)

@@ -59,7 +59,7 @@ def test_threads(backend: str) -> None:
         try:
             start.wait(60)
             with config.patch(policy="always"), torch.no_grad():
-                how = "inductor" if backend == "inductor" else testing._AfterPasses([])
+                how = "inductor" if backend == "inductor" else testing.AfterPasses([])
                 compiled = torch.compile(function, backend=how, dynamic=False)
                 torch.testing.assert_close(compiled(*inputs), function(*inputs), rtol=1e-4, atol=1e-5)
         except BaseException as error:

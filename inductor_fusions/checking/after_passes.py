@@ -34,9 +34,13 @@ class AfterPasses:
         functorch: Any = importlib.import_module("functorch.compile")
 
         def as_it_is(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            return functorch.make_boxed_func(traced.forward)  # type: ignore[no-any-return]
+            boxed: Callable[..., Any] = functorch.make_boxed_func(traced.forward)
+            return boxed
 
-        return functorch.aot_module_simplified(graph, example_inputs, fw_compiler=as_it_is)  # type: ignore[no-any-return]
+        made: Callable[..., Any] = functorch.aot_module_simplified(
+            graph, example_inputs, fw_compiler=as_it_is
+        )
+        return made
 
     def _transform(self, graph: fx.GraphModule) -> None:
         """Run the passes on a graph and its nested graphs, which come first, as in Inductor."""

@@ -293,14 +293,15 @@ def _fuse(fusion: Fusion, candidate: Candidate, number: int, named: set[fx.Graph
     )  # fmt: skip
     with recording(graph) as journal:
         try:
-            site.details = candidate.describe()
-            if _inductor.eager_bits_are_wanted() and not (fusion.exact or fusion.protects):
-                raise Reason.EAGER_BITS.left_to_stock(
-                    "torch._inductor.config.numerics asks for eager's results bit for bit"
-                )
-            with changes.reading(fusion, graph):
-                candidate.guard()
-            site.details = candidate.describe()  # the guard may have left out a part of it
+            try:
+                if _inductor.eager_bits_are_wanted() and not (fusion.exact or fusion.protects):
+                    raise Reason.EAGER_BITS.left_to_stock(
+                        "torch._inductor.config.numerics asks for eager's results bit for bit"
+                    )
+                with changes.reading(fusion, graph):
+                    candidate.guard()
+            finally:
+                site.details = candidate.describe()  # the guard may have left out a part of it
             if attempt is not None and key in attempt.without.sites:
                 return attempt.failed(site), 1
             if not _wanted(site):

@@ -270,6 +270,7 @@ def _losses(rows: Sequence[Json]) -> str:
         )
 
     lines: list[str] = []
+    none: list[str] = []
     tests: list[tuple[str, Callable[[Json], str | None]]] = [
         ("Slower than stock", lambda r: gain_text(r) if verdict(r) == "slower" else None),
         ("Level with stock", lambda r: gain_text(r) if verdict(r) == "level" else None),
@@ -287,9 +288,11 @@ def _losses(rows: Sequence[Json]) -> str:
         tests.insert(2, (both, behind("fused_autotuned", "autotuned")))
     for title, test in tests:
         found = [(str(row["name"]), text) for row in rows if (text := test(row)) is not None]
-        said = "; ".join(f"{name} ({text})" for name, text in found) or "none"
-        lines.append(f"- {title}: {said}.")
-    return "\n".join(lines)
+        if found:
+            lines.append(f"- {title}: {'; '.join(f'{name} ({text})' for name, text in found)}.")
+        else:
+            none.append(title[0].lower() + title[1:])
+    return "\n".join([*lines, f"- No case: {'; '.join(none)}."] if none else lines)
 
 
 def _failed(row: Json) -> str | None:

@@ -89,6 +89,8 @@ SHOWN = {
     "lora_models_*.json": (),
     "distributed_*.json": (),
 }
+#: Characters up to which a paragraph of a section is a result, not an explanation of its columns.
+LINE = 120
 #: Of these, docs/performance.md has the last file by name; docs/measurements.html has the other devices.
 ONE_DEVICE = ("distributed_*.json",)
 
@@ -119,11 +121,22 @@ def performance(results: Path, written: list[tuple[str, Path, str]]) -> str:
             others.append([title, str(rows), file])
     titles = [part.partition("\n")[0].removeprefix("## ") for part in parts] + ["Rows of operations"]
     contents = "Sections: " + "; ".join(f"[{title}](#{anchor(title)})" for title in titles) + "."
-    shown = [contents, *docs_plots.shown(results, PLOTTED, "performance.md"), *parts]
+    shown = [contents, *docs_plots.shown(results, PLOTTED, "performance.md"), *_explained_once(parts)]
     return filled(
         "performance.md", level=f"{LEVEL:.0%}", more=f"{MORE - 1:.0%}", sections="\n\n".join(shown),
         operations=table(("what", "rows", "file"), others),
     )  # fmt: skip
+
+
+def _explained_once(parts: list[str]) -> list[str]:
+    """The sections, without the explanation of columns that one of another device has in the same words."""
+    said: set[str] = set()
+    found = []
+    for part in parts:
+        paragraphs = part.split("\n\n")
+        found.append("\n\n".join(each for each in paragraphs if each not in said))
+        said.update(each for each in paragraphs if each[0] not in "#|-" and len(each) > LINE)
+    return found
 
 
 def between(text: str, made: str, name: str) -> str:

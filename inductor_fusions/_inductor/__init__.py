@@ -36,9 +36,12 @@ from .compiling import (
 from .flex import flex_attention_op, flex_backward_op, flex_block_mask
 from .graphs import (
     changes,
+    computed_by_function,
     copied_graph,
     is_backward,
+    is_backward_of_function,
     is_body,
+    is_forward_of_function,
     module_path,
     numpy_name,
     only_traced_autograd_runs,

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -25,23 +26,66 @@ def was_erased(node: fx.Node) -> bool:
     return bool(node._erased)
 
 
-_bodies: ContextVar[frozenset[Any]] = ContextVar("inductor_fusions_bodies", default=frozenset())
+#: What the graphs are that the graph of a model calls: "body" of a higher-order operation, or "forward" or
+#: "backward" of an `autograd.Function`.
+_roles: ContextVar[dict[Any, str]] = ContextVar("inductor_fusions_roles")
 
 
 @contextlib.contextmanager
 def passes_over(model: fx.GraphModule) -> Iterator[None]:
     """Inside, Inductor's passes before autograd run: on each graph that `model` runs, then on its own."""
-    inner = {each for each in model.modules() if isinstance(each, fx.GraphModule)}
-    token = _bodies.set(frozenset(inner - {model}))
+    graphs = [each for each in model.modules() if isinstance(each, fx.GraphModule)]
+    roles = {each: "body" for each in graphs if each is not model}
+    for module in graphs:
+        for node in filter(_is_function, module.graph.nodes):
+            roles |= zip(_bodies_of(node), ("forward", "backward"), strict=False)
+    token = _roles.set(roles)
     try:
         yield
     finally:
-        _bodies.reset(token)
+        _roles.reset(token)
+
+
+def _role(graph: fx.Graph) -> str:
+    return _roles.get({}).get(getattr(graph, "owning_module", None), "")
 
 
 def is_body(graph: fx.Graph) -> bool:
     """Whether a graph before autograd is the body of a higher-order operation, inside of `passes_over`."""
-    return getattr(graph, "owning_module", None) in _bodies.get()
+    return bool(_role(graph))
+
+
+def is_forward_of_function(graph: fx.Graph) -> bool:
+    """Whether a graph is the forward of an `autograd.Function`, which returns what its backward needs too."""
+    return _role(graph) == "forward"
+
+
+def is_backward_of_function(graph: fx.Graph) -> bool:
+    """Whether a graph is the backward of an `autograd.Function`, as its author wrote it."""
+    return _role(graph) == "backward"
+
+
+def computed_by_function(node: fx.Node) -> fx.Node | None:
+    """The result of an `autograd.Function`, in the body of its forward; None for another node."""
+    arguments: Any = node.args if node.target is operator.getitem else (node, 0)
+    call, index = arguments
+    bodies = _bodies_of(call) if isinstance(call, fx.Node) and _is_function(call) else []
+    if not bodies:
+        return None
+    results: Any = bodies[0].graph.output_node().args[0]
+    results = results[0] if isinstance(results, (tuple, list)) else results
+    found: Any = results[index] if isinstance(results, (tuple, list)) else results
+    return found if isinstance(found, fx.Node) else None
+
+
+def _is_function(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "autograd_function_apply"
+
+
+def _bodies_of(call: fx.Node) -> list[Any]:
+    """The graph modules of the forward and the backward of an `autograd.Function`."""
+    named = [each for each in call.args[:2] if isinstance(each, fx.Node) and each.op == "get_attr"]
+    return [getattr(call.graph.owning_module, str(each.target)) for each in named]
 
 
 def is_backward(graph: fx.Graph) -> bool:

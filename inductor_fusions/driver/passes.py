@@ -187,7 +187,8 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
                 continue
             site, replaced = _fuse(fusion, candidate, first + len(sites), named)
             counted = config.most_sites() is not None and site.verdict == "fused"
-            if not candidate.reported and copy is None and not counted and not _raised(site):
+            by_hand = site.verdict == "rejected" and _inductor.is_backward_of_function(candidate.anchor.graph)
+            if (by_hand or not candidate.reported) and copy is None and not counted and not _raised(site):
                 continue
             sites.append(site)
             nodes.append(replaced)

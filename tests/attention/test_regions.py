@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from inductor_fusions import testing
+from inductor_fusions import reporting, testing
 from tests.attention.support import (
     BATCH,
     HEADS,
@@ -254,6 +254,40 @@ def test_autograd_function() -> None:
     """A body with a gradient of its own."""
     q, k, v = qkv(9, 9)
     check(lambda q, k, v: Function.apply(q, k, v), (q, k, v), fused=None, slack=64.0)
+
+
+class FlashByHand(torch.autograd.Function):
+    """Saves the weights for a backward that its author wrote."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        weights = torch.softmax(q @ k.mT * 0.3, dim=-1)
+        ctx.save_for_backward(q, k, v, weights)
+        return weights @ v
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, weights = ctx.saved_tensors
+        products = grad @ v.mT
+        scores = weights * (products - (products * weights).sum(-1, keepdim=True)) * 0.3
+        return scores @ k, scores.mT @ q, weights.mT @ grad
+
+
+def test_autograd_function_that_saves_the_weights() -> None:
+    """The products of its backward are no attention."""
+    seen = check(lambda q, k, v: FlashByHand.apply(q, k, v), qkv(9, 9), fused=0, reason="for its backward")
+    assert len(seen.sites) == 1, seen.sites
+
+
+def test_graph_without_shapes() -> None:
+    """A graph of `symbolic_trace`, given to Inductor by hand."""
+    from torch._inductor.compile_fx import compile_fx
+
+    inputs = [x.detach() for x in qkv()]
+    traced = torch.fx.symbolic_trace(lambda q, k, v: torch.softmax(q @ k.mT * 0.3, dim=-1) @ v)
+    with reporting.isolated(keep=False) as sites, torch.no_grad():
+        compile_fx(traced, inputs, inner_compile=lambda gm, *_, **__: lambda given: gm(*given))
+    assert ["does not say what shapes" in site.reason for site in sites] == [True]
 
 
 def test_conditional() -> None:

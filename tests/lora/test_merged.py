@@ -138,6 +138,21 @@ def placed(w: Any) -> Any:
     return result
 
 
+class Hadamard(torch.autograd.Function):
+    """The weight of LoHa with a gradient that its author wrote, as PEFT has it."""
+
+    @staticmethod
+    def forward(ctx: Any, b: Any, a: Any) -> Any:
+        ctx.save_for_backward(b, a)
+        return (b @ a) * (b @ a)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        b, a = ctx.saved_tensors
+        grad = 2 * grad * (b @ a)
+        return grad @ a.T, b.T @ grad
+
+
 OTHERS: dict[str, tuple[Callable[..., Any], str | None]] = {
     "a difference to another weight": (lambda x, w, a, b, c: F.linear(x, (w + b @ a) - w * 2), "merged"),
     "two factors": (lambda x, w, a, b, c: F.linear(x, (b @ a) * c.mean() * c.sum()), "merged"),
@@ -147,6 +162,7 @@ OTHERS: dict[str, tuple[Callable[..., Any], str | None]] = {
     "an activation": (lambda x, w, a, b, c: F.linear(x, w + (b @ a).tanh()), None),
     "a vector": (lambda x, w, a, b, c: F.linear(x, w + (b @ a) * c[:, None]), "merged"),
     "LoHa": (lambda x, w, a, b, c: F.linear(x, w + (b @ a) * (b @ a)), "merged"),
+    "LoHa, by a Function": (lambda x, w, a, b, c: F.linear(x, w + Hadamard.apply(b, a)), "of rank 4"),
     "LoKr": (lambda x, w, a, b, c: F.linear(x, w + torch.kron(a[:2, :2], b[:24] @ a[:, :16])), "merged"),
     "LoKr, factors": (lambda x, w, a, b, c: F.linear(x, w) + x @ torch.kron(a[:, :12], b[:8]), "merged"),
     "OFT": (lambda x, w, a, b, c: F.linear(x, rotated(w, a), c), "merged"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from ..._inductor import is_forward_of_function
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.dims import selection
@@ -39,6 +40,8 @@ def one_by_one(parts: Sequence[fx.Node]) -> Rejected | None:
 
 def read_by_other(user: fx.Node) -> str:
     """What reads weights beside the attention, as the end of a sentence."""
+    if user.op == "output" and is_forward_of_function(user.graph):
+        return "returned by the forward of an autograd.Function, or saved for its backward"
     if user.op == "output":
         return "returned"
     op = read(user)
@@ -68,7 +71,7 @@ def _multiplies(part: fx.Node) -> bool:
 def _is_returned(node: fx.Node, steps: int = 8) -> bool:
     """Whether what a node makes of the weights leaves the graph, without a product on the way."""
     if node.op == "output":
-        return True
+        return not is_forward_of_function(node.graph)
     op = read(node)
     if op is None or op.name in PRODUCTS or steps == 0:
         return False

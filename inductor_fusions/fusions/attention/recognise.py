@@ -178,7 +178,12 @@ def recognise(softmax: fx.Node, interpreter: Interpreter, beside: Collection[fx.
     """
     written = softmax_at(softmax)
     scores, dim = tensor(written.scores), written.dim
-    if scores is None or not isinstance(dim, int):
+    if scores is None:
+        raise Reason.SHAPES.rejected(
+            "the graph does not say what shapes its values have",
+            "compile with torch.compile or torch.export, not a graph of torch.fx.symbolic_trace",
+        )
+    if not isinstance(dim, int):
         raise Reason.SHAPES.rejected("the dim of the softmax is not a constant")
     if scores.dim() < 2:
         raise Reason.SHAPES.rejected("the scores have only one dim")

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ... import config
-from ..._inductor import Match, freezes_weights, known_true
+from ..._inductor import Match, computed_by_function, freezes_weights, known_true
 from ...decisions.tables import dtype_name
 from ...effects.liveness import are_read_elsewhere, replace
 from ...fusion import Candidate, Rejected, Reported
@@ -170,6 +170,7 @@ def _made(weight: fx.Node, is_linear: bool) -> str:
     seen, waiting, how = set[fx.Node](), [weight], ""
     while waiting and len(seen) < _MOST_STEPS:
         node = waiting.pop()
+        node = computed_by_function(node) or node
         op, value = read(node), tensor(node)
         if node in seen or op is None or value is None:
             continue

@@ -91,6 +91,17 @@ def test_a_cell_that_is_none() -> None:
         testing.capture(lambda t, i: products(t)[:, i, i], operands()[1].detach(), torch.tensor([0, F]))
 
 
+def test_index_of_one_number() -> None:
+    """No pairs; the search reads the index all the same, and must not raise."""
+    run = testing.capture(
+        lambda x, i: x.log_softmax(-1).gather(1, i[None, None]),
+        torch.randn(1, 8),
+        torch.tensor(3),
+        backend=testing.EAGER_AFTER_PASSES,
+    )
+    assert not run.sites
+
+
 SQUARE = {"another transpose", "permuted"}
 
 

@@ -155,7 +155,9 @@ def _of_all_samples(op: Op) -> tuple[Any, ...] | None:
     while (held := tensor(index)) is not None and held.dim() > 1:
         by, taken = read(index), selection(index, adds=True)
         inner = None if by is None else tensor(by.input)
-        if by is None or inner is None or not known_true(inner.shape[-1] == held.shape[-1]):
+        if by is None or inner is None or not inner.dim():
+            return None
+        if not known_true(inner.shape[-1] == held.shape[-1]):
             return None
         if by.name not in ("expand", "repeat", "unsqueeze") and (taken is None or taken.dims):
             return None

@@ -33,8 +33,9 @@ FLEX = "flex attention"
 #: What leaves a site to stock on a CPU, in fusions before autograd.
 _ON_A_GPU = (
     "fusions.outer_product_linear.check_kernel", "fusions.dot_interaction.check_kernel",
-    "fusions.lora.inputs.AdapterInput.guard", "fusions.lora.merged.check_device",
-    "fusions.lora.norms.check_device", "fusions.lora.factors.check_device",
+    "fusions.lora.inputs.check_device", "fusions.lora.profit.check_capability",
+    "fusions.lora.merged.check_device", "fusions.lora.norms.check_device",
+    "fusions.lora.factors.check_device",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inductor_fusions import explain, testing
+from inductor_fusions import config, explain, reporting, testing
 from tests.attention.support import (
     capture,
     cases,
@@ -22,6 +23,7 @@ from tests.attention.support import (
     short_everywhere,
     unfused,
 )
+from tests.support.errors import relative
 
 EVERYWHERE: dict[str, Any] = {
     "sdpa": contextlib.nullcontext,
@@ -238,3 +240,26 @@ def test_sizes_that_depend_on_data_on_a_gpu(case: tuple[Any, int, str], kernel: 
     with captured, testing.config.patch(policy="always", attention_kernel=kernel):
         (site,) = explain(fn, *inputs, gpu="nvidia_h100")
     assert reason in site.reason if reason else site.verdict == "fused", site
+
+
+def test_keys_that_share_a_mean() -> None:
+    """The gradient of q is as exact as that of SDPA, whose backward reads an output rounded to 16 bits."""
+    q, k, v, grad = (torch.randn(10, 4, length, 8) for length in (7, 3, 3, 7))
+    q, k, v, grad = (x.to(torch.bfloat16) for x in (q, 1 + 0.1 * k, 1 + 0.1 * v, grad))
+
+    def gradient(fn: Any, dtype: torch.dtype) -> torch.Tensor:
+        given = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        fn(*given).backward(grad.to(dtype))
+        assert given[0].grad is not None
+        return given[0].grad
+
+    def unfused(q: Any, k: Any, v: Any) -> Any:
+        return torch.softmax(q @ k.mT * 0.3, dim=-1) @ v
+
+    exact = gradient(unfused, torch.float64)
+    compiled = torch.compile(unfused, backend=testing.AfterPasses([]))
+    with config.patch(policy="always"), reporting.isolated() as sites:
+        ours = relative(gradient(compiled, torch.bfloat16), exact)
+    called = partial(F.scaled_dot_product_attention, scale=0.3)
+    assert [site.verdict for site in sites] == ["fused"]
+    assert ours == pytest.approx(relative(gradient(called, torch.bfloat16), exact), rel=0.05)

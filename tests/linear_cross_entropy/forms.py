@@ -256,7 +256,18 @@ def rows_of_two_losses(logits: Any, labels: Any) -> Any:
 
 
 #: With a part of the reason.
+
+
+def row_by_row(logits: Any, labels: Any) -> Any:
+    """As verl does in bfloat16."""
+    pairs = zip(logits.flatten(0, -2), labels.flatten(), strict=True)
+    return -torch.stack(
+        [row.log_softmax(-1).gather(-1, label.clamp(min=0)[None]) for row, label in pairs]
+    ).mean()
+
+
 OTHERS: dict[str, tuple[Function, str]] = {
+    "the loss of each row": (row_by_row, "of one row of logits"),
     "the logits are returned": (returned, "used-elsewhere"),
     "the logits are read elsewhere": (
         lambda logits, labels: causal(logits, labels) + 1e-4 * logits.square().mean(),

@@ -100,7 +100,7 @@ class Walk:
             if (asks or other is not user) and other not in {*self.beside, *self.writing, self.logsumexp}:
                 (self.readers if asks else self.others).append(other)
         if not scores.is_floating_point():
-            raise Reason.MIXED_DTYPES.rejected("the scores are not floating point")
+            raise Reason.MIXED_DTYPES.rejected(f"the scores are {scores.dtype} at first ({op.name})")
         if op.name in torch_ops.PRODUCTS:
             return self._product(op, below)
         step = getattr(self, f"_{op.name}", None)

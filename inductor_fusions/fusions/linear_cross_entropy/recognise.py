@@ -149,6 +149,12 @@ def unsupported(node: fx.Node) -> Unsupported | None:
         walk(op.input, [], [])
     except Rejected as why:
         return Unsupported(node, why)
+    if (logits := tensor(op.input)) is not None and logits.dim() == 1:
+        row = Reason.LOSS.rejected(
+            f"the {op.name} is of one row of logits, and only losses of all rows at once are fused",
+            "F.log_softmax(logits, -1).gather(-1, labels[:, None])",
+        )
+        return Unsupported(node, row)
     taken = [name for name in ("diag", "diagonal") if name in ends]
     if taken:
         diagonal = Reason.LOSS.rejected(

@@ -256,7 +256,8 @@ class Reason(Enum):
     OUTER_PRODUCT = (
         "A linear reads a flattened outer product, but not that of two vectors for each row: outer products "
         "are summed, scaled, or of more than two factors, or the factors have different rows. Or an "
-        "einsum of three tensors or `bilinear` multiplies all at once, or a convolution reads the products.",
+        "einsum of three tensors or `bilinear` multiplies all at once, or a convolution reads the products, "
+        "or the linear sums over their rows.",
         "Nothing, if the model needs it. Supported is `linear((u[:, :, None] * v[:, None, :]).flatten(1))`.",
     )
     LOSS = (

@@ -240,6 +240,9 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     ),
     "all products": (lambda x, t: torch.bmm(t, t.transpose(1, 2)).flatten(1) + x[:, :1], "all products"),
     "all products, weighed": (lambda x, t: (products(t) * x.sum(0)[:F]).sum((1, 2)), "times a factor"),
+    "all products, times vectors": (lambda x, t: products(t).unsqueeze(-1) * x[0], "each times a vector"),
+    "all products, times numbers": (lambda x, t: products(t).unsqueeze(-1) * x[0, :1], None),
+    "of two sets, times vectors": (lambda x, t: (t @ (t + 1).mT).unsqueeze(-1) * x[0], None),
     "other cells of each sample": (
         lambda x, t: products(t).flatten(1).gather(1, (x > 0).long() + 2), "a matrix of indices"
     ),
@@ -247,9 +250,7 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
         lambda x, t: products(t).flatten(1).gather(1, cells()[:SAMPLES, None].expand(-1, 4)),
         "a matrix of indices",
     ),
-    "rows of two": (
-        lambda x, t: torch.cat([products(t + k)[:, k, :k] for k in (1, 2, 3)], 1), None
-    ),
+    "rows of two": (lambda x, t: torch.cat([products(t + k)[:, k, :k] for k in (1, 2, 3)], 1), None),
     "every second column": (lambda x, t: torch.cat([products(t)[:, i, ::2] for i in range(F)], 1), None),
     "all products, viewed": (lambda x, t: products(t).reshape(t.shape[0], -1), "all products"),
     "norms of tensors of their own": (
@@ -268,9 +269,7 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "tensors of their own, some without their dim": (
         lambda x, t: (both(own(t))[0] * both(own(t, False), torch.stack)[1]).sum(-1), None
     ),
-    "tensors of their own, without a sum": (
-        lambda x, t: nn.functional.relu(torch.mul(*both(own(t)))), "without a sum"
-    ),
+    "tensors of their own, without a sum": (lambda x, t: torch.mul(*both(own(t))).relu(), "without a sum"),
     "tensors of their own, one by one": (
         lambda x, t: (
             lambda e: torch.stack([(e[i] * e[j]).sum(-1) for i, j in zip(LI, LJ, strict=True)], 1)

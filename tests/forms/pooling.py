@@ -53,9 +53,16 @@ def weights_of_pairs(v: Any, pairs: Any, w: Any) -> Any:
     return (pairs @ w.T).permute(0, 3, 1, 2).softmax(-1) @ v[:, None]
 
 
-@form((3, 8), (2, 9, 8), (2, 3, 9, 8), fused=0, reasons=("values of its own",))
+@form((3, 8), (2, 9, 8), (2, 3, 9, 8), fused=0, reasons=("values of their own",))
 def weights_of_experts(q: Any, k: Any, v: Any) -> Any:
     return (q @ k.mT).softmax(-1)[:, :, None] @ v
+
+
+@form((2, 5, 9, 4, 8), (2, 9, 9, 16), (16, 4), fused=0, reasons=("values of their own",))
+def weights_of_pairs_for_values_of_heads(m: Any, pairs: Any, w: Any) -> Any:
+    """Boltz: the heads share the row of pairs that is their keys."""
+    weights = (pairs @ w).permute(0, 3, 1, 2).softmax(-1)
+    return einsum("bhij,bhsjd->bhsid", weights, m.permute(0, 3, 1, 2, 4))
 
 
 @form((2, 5, 8), (2, 9, 8), fused=0, reasons=("used-elsewhere",))

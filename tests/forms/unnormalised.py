@@ -130,6 +130,34 @@ def linear_attention(q: Any, k: Any, v: Any) -> Any:
     return (F.elu(q) + 1) @ ((F.elu(k) + 1).mT @ v)
 
 
+@form((2, 4, 8, 13), (2, 4, 13, 8), (2, 4, 8, 13), fused=0, reasons=("linear attention",))
+def linear_attention_features_first(q: Any, k: Any, v: Any) -> Any:
+    """Sana."""
+    out = F.pad(v, (0, 0, 0, 1), value=1.0) @ F.relu(k) @ F.relu(q)
+    return out[:, :, :-1] / (out[:, :, -1:] + 1e-15)
+
+
+@form((2, 4, 8, 13), (2, 4, 13, 8), (2, 4, 8, 13), fused=0, reasons=("linear attention",))
+def linear_attention_features_first_by_elu(q: Any, k: Any, v: Any) -> Any:
+    q, k = F.elu(q) + 1, F.elu(k).add(1)
+    return torch.einsum("bhde,bhen->bhdn", torch.einsum("bhdn,bhne->bhde", v, k), q)
+
+
+@form((2, 4, 5, 13), (2, 4, 13, 3), (2, 4, 3, 13), fused=0, reasons=())
+def low_rank_of_each_head(x: Any, a: Any, b: Any) -> Any:
+    return F.relu(x) @ a @ b
+
+
+@form((2, 4, 8, 13), (2, 4, 13, 8), (2, 4, 8, 10), fused=0, reasons=())
+def product_of_three_with_other_tokens(v: Any, k: Any, q: Any) -> Any:
+    return v @ F.relu(k) @ F.relu(q)
+
+
+@form((2, 4, 9, 9), (2, 4, 9, 8), (2, 4, 8, 9), fused=0, reasons=())
+def square_matrix_of_tokens(mix: Any, k: Any, q: Any) -> Any:
+    return mix @ F.relu(k) @ F.relu(q)
+
+
 @form(*QKV, fused=0, reasons=("add is between the exponentials",))
 def two_chunks_of_keys(q: Any, k: Any, v: Any) -> Any:
     """As online softmax is taught: one maximum and one sum of both."""

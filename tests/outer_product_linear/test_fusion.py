@@ -186,6 +186,18 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
             (u[:, :, None, None] * v[:, None, :, None] * b[:5]).flatten(1, 2), w[:, :, None]
         ), None,
     ),
+    "over the rows": (  # AOANet
+        lambda u, v, w, b: torch.einsum("np,nq->npq", u, v).permute(1, 2, 0) @ w[:ROWS], "over their rows",
+    ),
+    "over the rows, of a product": (
+        lambda u, v, w, b: (u[:, :, None] * v[:, None, :]).movedim(0, -1) @ w[:ROWS], "over their rows",
+    ),
+    "over the columns of a factor": (
+        lambda u, v, w, b: torch.einsum("np,nq->npq", u, v).permute(0, 2, 1) @ w[:P], None,
+    ),
+    "over the rows of a sum": (
+        lambda u, v, w, b: (u[:, :, None] + v[:, None, :]).permute(1, 2, 0) @ w[:ROWS], None,
+    ),
     "used elsewhere": (
         lambda u, v, w, b: both((u[:, :, None] * v[:, None, :]).flatten(1), w, b), "used-elsewhere",
     ),

@@ -23,7 +23,7 @@ from ...reasons import Reason
 from .operands import Operand, alignment, product
 
 OWN_VALUES = Reason.NO_PRODUCT(
-    "each row of weights has values of its own (experts, neighbours), but no keys of its own"
+    "rows of weights that share keys have values of their own, such as those of experts, neighbours or heads"
 )
 OWN_KEYS = Reason.NO_PRODUCT("each row of weights has keys of its own, but no values of its own")
 NOT_OVER_KEYS = Reason.NO_PRODUCT("the softmax is not over the keys")

@@ -290,7 +290,8 @@ def _matrices(op: Op, node: fx.Node, at: Arrangement, k: Operand) -> Result:
     rank, single = weights.dim(), at.single(weights.shape)
     last = (rank - 2, rank - 1) if is_left else (rank - 1, rank - 2)
     if single is not None and single.rows[0] != last[0] and single.columns[0] == last[1]:
-        raise Misplaced(OWN_KEYS if _varies(k, single.lead.index(last[0]), rank) else OWN_VALUES)
+        one = known_true(weights.shape[last[0]] == 1)  # a dim that the keys need not have
+        raise Misplaced(OWN_VALUES if one or not _varies(k, single.lead.index(last[0]), rank) else OWN_KEYS)
     if single is None or (single.rows[0], single.columns[0]) != last:
         raise Misplaced(OVER_ANOTHER_DIM if at.rows or at.columns != last[1:] else OWN_KEYS)
     v, lead = permuted(operand, (*single.lead, *last)), single.sizes(weights.shape)

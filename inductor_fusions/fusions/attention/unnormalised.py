@@ -82,8 +82,8 @@ def without_softmax(node: fx.Node) -> Candidate | None:
                 "nothing: fused kernels compute the softmax of the scores",
             )
             return Reported(node, why, {"weights": text(tensor(weights))})
-    for side in sides:
-        said = _LINEAR if _sums_tokens(side) else _CONCATENATED if _is_of_concatenated(side) else ""
+    for side, other in zip(sides, sides[::-1], strict=True):
+        said = _LINEAR if _sums_tokens(side, other) else _CONCATENATED if _is_of_concatenated(side) else ""
         if said:
             return Reported(node, Rejected(said), {"weights": text(tensor(side))})
     return None
@@ -133,18 +133,36 @@ def _is_outer(node: Any) -> bool:
     return op.name in ("mul", "matmul", "bmm") and sorted(ones) == [[False, True], [True, False]]
 
 
-def _sums_tokens(node: Any) -> bool:
-    """Whether a node is a product of keys and values, which sums over their tokens: `k.mT @ v`."""
+def _sums_tokens(node: Any, other: Any) -> bool:
+    """Whether a node is a product of keys and values, which sums over their tokens: `k.mT @ v`.
+
+    Or `v @ k`, times queries, where v and they have their features in front of as many tokens (Sana).
+    Functions of queries and keys tell it from `x @ a @ b` of a low rank.
+    """
     op = _made_by(node)
     found = None if op is None or op.name not in PRODUCTS - {"linear"} else equation_of(op)
-    if op is None or found is None or not all(found.keeps_last) or len(found.summed) != 1:
+    if op is None or found is None or not found.keeps_last[1] or len(found.summed) != 1:
         return False
     if min(len(found.first), len(found.second)) < 3 or any(map(_is_softmax, (found.left, found.right))):
         return False
-    one, made = tensor(found.left), tensor(op.node)
+    one, made, queries = (tensor(each) for each in (found.left, op.node, other))
     assert one is not None and made is not None
     tokens = one.shape[found.first.index(found.summed)]
-    return all(known_true(tokens >= columns) for columns in made.shape[-2:])
+    if found.keeps_last[0]:
+        return all(known_true(tokens >= columns) for columns in made.shape[-2:])
+    # What is scaled may be scores of a few tokens.
+    same = op.node is node and queries is not None and known_true(queries.shape[-1] == tokens)
+    narrow = all(known_true(tokens > columns) for columns in made.shape[-2:])
+    return same and narrow and _is_mapped(found.right) and _is_mapped(other)
+
+
+def _is_mapped(node: Any) -> bool:
+    """Whether a node is a function of features, such as `relu(k)` or `elu(k) + 1`."""
+    while (op := read(node)) is not None and op.name in {"add"} | VIEWS | CASTS | COPIES | TRANSPOSES:
+        if tensor(op["other"]) is not None:
+            return False
+        node = op.input
+    return op is not None and op.name in _FUNCTIONS
 
 
 def _is_of_concatenated(node: Any) -> bool:

@@ -9,7 +9,7 @@ from torch import fx
 
 from ..._inductor import known_true
 from ...effects.liveness import readers
-from ...graph.dims import WHOLE, is_over_last, permuted_by, selection
+from ...graph.dims import WHOLE, appends_dim, is_over_last, permuted_by, selection
 from ...graph.einsum import equation_of
 from ...graph.search import named_behind
 from ...graph.torch_ops import CASTS, PRODUCTS, VIEWS, Op, read, readers_named
@@ -21,10 +21,11 @@ CORRELATED = "all correlations of features over the samples are read"
 OF_FIELDS = "each field has features of its own for each other field (field-aware), which are multiplied"
 WEIGHTED = "pairs are multiplied by weights of each element before the sum (a kernel of a product network)"
 UNSUMMED = "pairs are multiplied without a sum"
+VECTORS = "all products are read, each times a vector"
 LARGEST = "the largest product of each vector is read (late interaction)"
 ONE_BY_ONE = "pairs are multiplied one by one"
 #: Of these no other form is supported.
-WITHOUT_HINT = frozenset({BY_MATRICES, CORRELATED, OF_FIELDS, WEIGHTED, UNSUMMED, LARGEST})
+WITHOUT_HINT = frozenset({BY_MATRICES, CORRELATED, OF_FIELDS, WEIGHTED, UNSUMMED, VECTORS, LARGEST})
 _RETURNED = "the graph returns all products, as where a boolean mask, which ends it, selects"
 #: The most products of fields that are looked for.
 _MOST_PAIRS = 64
@@ -39,8 +40,10 @@ def how(node: fx.Node) -> str:
         return ""
     source, index = op.input, op["index"]
     if op.name in PRODUCTS:
-        returned = _squared_at(node) and any(user.op == "output" for user in node.users)
-        return _RETURNED if returned else CORRELATED if _is_correlation(op) else ""
+        if not _squared_at(node):
+            return CORRELATED if _is_correlation(op) else ""
+        returned = any(user.op == "output" for user in node.users)
+        return _RETURNED if returned else VECTORS if _multiply_vectors(node) else ""
     if op.name == "sum":
         t = _through_matrices(op.input)
         if t is not None and not any(map(_begins_products, readers(t))):
@@ -143,6 +146,13 @@ def _is_correlation(op: Op) -> bool:
         return False
     passed = ("mul", "div", "sub", "add", "pow", "square")
     return bool(named_behind(op.node, passed, ("diagonal", "diag"), 8))
+
+
+def _multiply_vectors(z: fx.Node) -> bool:
+    """Whether products of features are read as `z.unsqueeze(-1) * vectors` (SAM)."""
+    appended = [user for user in readers(z) if (by := read(user)) is not None and appends_dim(by)]
+    made = [tensor(by) for view in appended for by in readers_named(view, {"mul"})]
+    return any(each is not None and not known_true(each.shape[-1] == 1) for each in made)
 
 
 def _through_matrices(product: Any) -> fx.Node | None:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ..._inductor import known_true
-from ...graph.dims import is_transposed, selection
+from ...graph.dims import is_transposed, permutation, selection
 from ...graph.einsum import equation_of
 from ...graph.search import named_behind
 from ...graph.torch_ops import CASTS, TRANSPOSES, VIEWS, Op, linear_of, read
@@ -34,6 +34,7 @@ _SUMMED = (
 )
 _OF_ONE = "u @ w @ u.T multiplies a matrix by one tensor from both sides, as two products of matrices"
 _OF_TWO = "u @ w @ v.T multiplies rows of two tensors through a weight, as two products of matrices"
+OVER_ROWS = "the linear sums outer products over their rows, and does not read them flattened"
 BETWEEN = "another operation is between the outer product and the linear"
 #: Views that keep the elements in their order. An index that only adds dims is one as well.
 _VIEWS = VIEWS | {"contiguous"}
@@ -91,6 +92,8 @@ def unsupported(node: fx.Node) -> str:
         dim = 1
     elif found is not None:
         x = found[0]
+        if _has_rows_last(x):
+            return OVER_ROWS
     flat = tensor(x)
     width = flat.shape[dim] if flat is not None and flat.dim() > 1 else None
     while width is not None and (by := read(x)) is not None and not by.inplace:
@@ -100,6 +103,16 @@ def unsupported(node: fx.Node) -> str:
             return how
         x = by.input
     return ""
+
+
+def _has_rows_last(x: fx.Node) -> bool:
+    """Whether a permutation puts rows of an outer product behind it: `outer.permute(0, 2, 3, 1)` (AOANet)."""
+    by = read(x)
+    dims, outer = (None, None) if by is None else (permutation(by), read(by.input))
+    made = None if outer is None else tensor(outer.node)
+    if dims is None or outer is None or made is None or dims[-1] >= made.dim() - 2:
+        return False
+    return _of_other_factors(outer, made, math.prod(made.shape[-2:]), False) == BETWEEN
 
 
 def _is_bilinear(op: Op) -> bool:

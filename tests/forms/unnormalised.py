@@ -148,6 +148,12 @@ def low_rank_of_each_head(x: Any, a: Any, b: Any) -> Any:
     return F.relu(x) @ a @ b
 
 
+@form((2, 4, 8, 13), (2, 4, 13, 8), (), fused=0, reasons=("linear attention",))
+def linear_attention_behind_a_product_times_a_number(v: Any, k: Any, scale: Any) -> Any:
+    scaled = torch.einsum("bhde,->bhde", v @ F.relu(k), scale)
+    return F.relu(k) @ (F.relu(k).mT @ k) + scaled.sum()
+
+
 @form((2, 4, 8, 13), (2, 4, 13, 8), (2, 4, 8, 10), fused=0, reasons=())
 def product_of_three_with_other_tokens(v: Any, k: Any, q: Any) -> Any:
     return v @ F.relu(k) @ F.relu(q)

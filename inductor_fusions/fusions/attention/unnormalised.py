@@ -69,7 +69,7 @@ def without_softmax(node: fx.Node) -> Candidate | None:
     if op.name == "einsum":
         found, turned = equation_of(op), []  # none of what is no product of two tensors
         if found is not None:
-            turned = [letters[-1] not in found.result for letters in (found.first, found.second)]
+            turned = [not keeps for keeps in found.keeps_last]
     for weights, values, values_turned in zip(sides, sides[::-1], turned[::-1], strict=False):
         name, channels_first = _function(weights) if isinstance(weights, fx.Node) else ("", False)
         held, made = tensor(values), tensor(weights)
@@ -151,7 +151,9 @@ def _sums_tokens(node: Any, other: Any) -> bool:
     if found.keeps_last[0]:
         return all(known_true(tokens >= columns) for columns in made.shape[-2:])
     # What is scaled may be scores of a few tokens.
-    same = op.node is node and queries is not None and known_true(queries.shape[-1] == tokens)
+    if op.node is not node or queries is None or queries.dim() < 3:
+        return False
+    same = known_true(queries.shape[-1] == tokens)
     narrow = all(known_true(tokens > columns) for columns in made.shape[-2:])
     return same and narrow and _is_mapped(found.right) and _is_mapped(other)
 

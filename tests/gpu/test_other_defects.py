@@ -24,6 +24,8 @@ from tests.kernel_defects.examples import of_scaled_query, scaled_query
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cudnn")]
 
+aten = torch.ops.aten
+
 # -- others ------------------------------------------------------------------------------------------
 
 
@@ -235,3 +237,37 @@ def test_flex_attention_counts_in_32_bits() -> None:
         check(first=64)
     """
     assert fails(control, "check(first=2 ** 31)")
+
+
+def expanded() -> list[torch.Tensor]:
+    """q, and one head of keys and of values."""
+    return [
+        torch.randn(2, heads, 8, 16, device="cuda", dtype=torch.float16, requires_grad=True)
+        for heads in (4, 1, 1)
+    ]
+
+
+def flash_of_expanded(q: Any, k: Any, v: Any) -> Any:
+    k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def test_gradients_of_what_is_expanded() -> None:
+    """The kernel gives them other strides than the fake kernel."""
+    q, k, v = (x.detach() for x in expanded())
+    k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    found = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False)
+    out, logsumexp, cum_q, cum_k, max_q, max_k, seed, offset, _ = found
+    settings = (out, logsumexp, cum_q, cum_k, max_q, max_k, 0.0, False, seed, offset)
+    made = aten._scaled_dot_product_flash_attention_backward(out, q, k, v, *settings)
+    assert made[1].stride() != torch.empty_like(k).stride()
+
+
+def test_gradients_of_what_is_expanded_in_a_compiled_graph(fresh_cache: None) -> None:
+    inputs = expanded()
+    found, wanted = (
+        torch.autograd.grad(fn(*inputs).square().sum(), inputs)
+        for fn in (torch.compile(flash_of_expanded), flash_of_expanded)
+    )
+    assert error(found, wanted) < RIGHT

@@ -31,7 +31,15 @@ from ...graph.products import unviewed
 from ...layouts import pinning
 from ...operands import repeated_dims, tensor, value
 from .attention_gradients import SDPA_BACKWARDS, SDPA_FORWARDS, gradients
-from .known import BROADCAST_NUMBER, CUDNN_ONE_QUERY, CUDNN_PADDED_KEYS, CUDNN_PLANS, KNOWN, Defect
+from .known import (
+    BROADCAST_NUMBER,
+    CUDNN_ONE_QUERY,
+    CUDNN_PADDED_KEYS,
+    CUDNN_PLANS,
+    FLASH_EXPANDED,
+    KNOWN,
+    Defect,
+)
 from .op import CUDNN_BACKWARD
 
 __all__ = ["FUSION", "KNOWN", "Defect"]
@@ -73,23 +81,23 @@ class FlexQuery(Candidate):
         return "the strides of the query are settled"
 
 
-class BroadcastNumbers(Candidate):
-    """Operands of SDPA that are one number broadcast to all places, which Inductor fails to lay out."""
+class CopiedOperands(Candidate):
+    """Operands of SDPA's kernels with strides that a defect is about: they are copied."""
 
     reported = False
 
-    def __init__(self, call: fx.Node, numbers: Sequence[fx.Node]) -> None:
-        self.anchor, self.numbers = call, numbers
+    def __init__(self, call: fx.Node, operands: Sequence[fx.Node], defect: Defect) -> None:
+        self.anchor, self.operands, self.defect = call, operands, defect
 
     def guard(self) -> None:
         """Accept: the call is in the graph, and its kernel reads the operands from memory in any case."""
 
     def rewrite(self) -> str:
         build = Builder(self.anchor, kept=("stack_trace", "custom"))
-        for number in self.numbers:
-            made = build.call(aten.clone.default, number, memory_format=torch.contiguous_format)
-            self.anchor.replace_input_with(number, made)
-        return BROADCAST_NUMBER.name
+        for operand in self.operands:
+            made = build.call(aten.clone.default, operand, memory_format=torch.contiguous_format)
+            self.anchor.replace_input_with(operand, made)
+        return self.defect.name
 
 
 def _is_broadcast_number(node: fx.Node) -> bool:
@@ -309,7 +317,16 @@ def read_numbers(scope: Scope, match: Match) -> Candidate | None:
         return None
     call = match.output_node()
     numbers = [each for each in call.all_input_nodes if _is_broadcast_number(each)]
-    return BroadcastNumbers(call, numbers) if numbers else None
+    return CopiedOperands(call, numbers, BROADCAST_NUMBER) if numbers else None
+
+
+@FUSION.anchor(lambda: [_FLASH_BACKWARD])
+def read_expanded(scope: Scope, match: Match) -> Candidate | None:
+    """A backward of flash attention with operands that are expanded."""
+    call = match.output_node()
+    operands = [call.args[i] for i in (_QUERY, _KEY, _VALUE)]
+    expanded = [each for each in operands if isinstance(each, fx.Node) and repeated_dims(value(each))]
+    return CopiedOperands(call, expanded, FLASH_EXPANDED) if expanded else None
 
 
 @FUSION.anchor(lambda: [flex_attention_op()])

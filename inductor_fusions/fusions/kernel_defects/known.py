@@ -152,6 +152,16 @@ BROADCAST_NUMBER = Defect(
     source="torch/_inductor/lowering.py (sdpa_constraint)",
 )
 
+FLASH_EXPANDED = Defect(
+    name="flash_expanded",
+    where="backward of flash attention",
+    seen="torch 2.11",
+    condition="queries, keys or values are expanded over a dim, such as one head of keys for all heads",
+    effect="an exception: the kernel lays their gradient out otherwise than the fake kernel says",
+    instead="the operand is copied for the backward",
+    source="torch/_meta_registrations.py (meta__scaled_dot_product_flash_backward)",
+)
+
 #: Every defect, as docs/reliability.md lists them.
 KNOWN = (
     CUDNN_PLANS,
@@ -166,4 +176,5 @@ KNOWN = (
     FLEX_COUNTS,
     ONE_NUMBER,
     BROADCAST_NUMBER,
+    FLASH_EXPANDED,
 )

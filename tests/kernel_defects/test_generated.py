@@ -320,21 +320,25 @@ def test_the_gradient_of_a_sum(
     assert counts[0] - counts[1] == defective
 
 
+@pytest.mark.parametrize("kernel", ["flash", "flash in the place of cuDNN"])
 @pytest.mark.parametrize("expanded", [True, False])
-def test_keys_that_are_expanded(expanded: bool, fresh_cache: None) -> None:
+def test_keys_that_are_expanded(expanded: bool, kernel: str, fresh_cache: None) -> None:
     """The backward of flash attention gets copies of them; others it gets as they are."""
+    length = S if kernel == "flash" else 64
 
     def fn(q: Any, k: Any, v: Any) -> Any:
         if expanded:
             k, v = (x.expand(-1, H, -1, -1) for x in (k, v))
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=0.25)[0]
+        if kernel == "flash":
+            return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=0.25)[0]
+        return cudnn(q, k, v)
 
-    q = leaf(B, H, S, D)
-    k, v = (leaf(B, 1 if expanded else H, S, D) for _ in "kv")
+    q = leaf(B, H, length, D)
+    k, v = (leaf(B, 1 if expanded else H, length, D) for _ in "kv")
     wrapper = cuda_codegen.generate(fn, [q, k, v], train=True, run=False).backward.wrapper
     (call,) = _calls(wrapper, "_scaled_dot_product_flash_attention_backward")
     layouts = [strides(wrapper, argument) for argument in call.args[2:4]]
-    assert layouts == [(H * S * D, S * D, D, 1)] * 2
+    assert layouts == [(H * length * D, length * D, D, 1)] * 2
     assert ("clone" in wrapper) == expanded
 
 

@@ -95,9 +95,18 @@ class CopiedOperands(Candidate):
     def rewrite(self) -> str:
         build = Builder(self.anchor, kept=("stack_trace", "custom"))
         for operand in self.operands:
-            made = build.call(aten.clone.default, operand, memory_format=torch.contiguous_format)
-            self.anchor.replace_input_with(operand, made)
+            self.anchor.replace_input_with(operand, _copied(build, operand))
         return self.defect.name
+
+
+def _copied(build: Builder, operand: fx.Node) -> fx.Node:
+    return build.call(aten.clone.default, operand, memory_format=torch.contiguous_format)
+
+
+def _expanded(call: fx.Node) -> list[fx.Node]:
+    """The queries, keys and values of a backward that are expanded."""
+    operands = [call.args[i] for i in (_QUERY, _KEY, _VALUE)]
+    return [each for each in operands if isinstance(each, fx.Node) and repeated_dims(value(each))]
 
 
 def _is_broadcast_number(node: fx.Node) -> bool:
@@ -187,6 +196,8 @@ def _flash_takes(call: fx.Node) -> bool:
 def _use_flash(call: fx.Node) -> None:
     """Put flash attention's backward in the place of cuDNN's."""
     build = Builder(call, kept=("stack_trace", "custom"))
+    for each in _expanded(call):
+        call.replace_input_with(each, _copied(build, each))
     *operands, logsumexp, seed, offset, _, cum_q, cum_k, max_q, max_k, dropout, causal = call.args
     logsumexp = build.call(aten.squeeze.dim, logsumexp, 3)
     settings = (cum_q, cum_k, max_q, max_k, dropout, causal, seed, offset)
@@ -324,8 +335,7 @@ def read_numbers(scope: Scope, match: Match) -> Candidate | None:
 def read_expanded(scope: Scope, match: Match) -> Candidate | None:
     """A backward of flash attention with operands that are expanded."""
     call = match.output_node()
-    operands = [call.args[i] for i in (_QUERY, _KEY, _VALUE)]
-    expanded = [each for each in operands if isinstance(each, fx.Node) and repeated_dims(value(each))]
+    expanded = _expanded(call)
     return CopiedOperands(call, expanded, FLASH_EXPANDED) if expanded else None
 
 

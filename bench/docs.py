@@ -89,8 +89,6 @@ SHOWN = {
     "lora_models_*.json": (),
     "distributed_*.json": (),
 }
-#: Characters up to which a paragraph of a section is a result, not an explanation of its columns.
-LINE = 120
 #: Of these, docs/performance.md has the last file by name; docs/measurements.html has the other devices.
 ONE_DEVICE = ("distributed_*.json",)
 
@@ -120,8 +118,8 @@ def performance(results: Path, written: list[tuple[str, Path, str]]) -> str:
             file = f"[{path.stem}.csv](../bench/results/{path.stem}.csv)"
             others.append([title, str(rows), file])
     titles = [part.partition("\n")[0].removeprefix("## ") for part in parts] + ["Rows of operations"]
-    contents = "Sections: " + "; ".join(f"[{title}](#{anchor(title)})" for title in titles) + "."
-    shown = [contents, *docs_plots.shown(results, PLOTTED, "performance.md"), *_explained_once(parts)]
+    plots = docs_plots.shown(results, PLOTTED, "performance.md")
+    shown = [_contents(titles), *plots, *_explained_once(parts)]
     return filled(
         "performance.md", level=f"{LEVEL:.0%}", more=f"{MORE - 1:.0%}", sections="\n\n".join(shown),
         operations=table(("what", "rows", "file"), others),
@@ -129,14 +127,26 @@ def performance(results: Path, written: list[tuple[str, Path, str]]) -> str:
 
 
 def _explained_once(parts: list[str]) -> list[str]:
-    """The sections, without the explanation of columns that one of another device has in the same words."""
+    """The sections, without what an earlier one says in the same words in front of its first table."""
     said: set[str] = set()
     found = []
     for part in parts:
         paragraphs = part.split("\n\n")
-        found.append("\n\n".join(each for each in paragraphs if each not in said))
-        said.update(each for each in paragraphs if each[0] not in "#|-" and len(each) > LINE)
+        first = next((i for i, each in enumerate(paragraphs) if each.startswith("|")), 0)
+        found.append("\n\n".join(each for i, each in enumerate(paragraphs) if i >= first or each not in said))
+        said.update(each for each in paragraphs[:first] if not each.startswith("#"))
     return found
+
+
+def _contents(titles: list[str]) -> str:
+    """Links to sections: those of one kind together, by device."""
+    kinds: dict[str, list[str]] = {}
+    for title in titles:
+        kind, _, device = title.partition(", ")
+        kinds.setdefault(kind, []).append(f"[{device or kind}](#{anchor(title)})")
+    of_one = {kind: links[0] for kind, links in kinds.items() if links[0].startswith(f"[{kind}]")}
+    found = [of_one.get(kind, f"{kind} ({', '.join(links)})") for kind, links in kinds.items()]
+    return f"Sections: {'; '.join(found)}."
 
 
 def between(text: str, made: str, name: str) -> str:

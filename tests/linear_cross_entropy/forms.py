@@ -255,9 +255,6 @@ def rows_of_two_losses(logits: Any, labels: Any) -> Any:
     )
 
 
-#: With a part of the reason.
-
-
 def row_by_row(logits: Any, labels: Any) -> Any:
     """As verl does in bfloat16."""
     pairs = zip(logits.flatten(0, -2), labels.flatten(), strict=True)
@@ -266,6 +263,7 @@ def row_by_row(logits: Any, labels: Any) -> Any:
     ).mean()
 
 
+#: With a part of the reason.
 OTHERS: dict[str, tuple[Function, str]] = {
     "the loss of each row": (row_by_row, "of one row of logits"),
     "the logits are returned": (returned, "used-elsewhere"),

@@ -105,7 +105,7 @@ def _copied(build: Builder, operand: fx.Node) -> fx.Node:
 
 def _expanded(call: fx.Node) -> list[fx.Node]:
     """The queries, keys and values of a backward that are expanded."""
-    operands = [call.args[i] for i in (_QUERY, _KEY, _VALUE)]
+    operands = dict.fromkeys(call.args[i] for i in (_QUERY, _KEY, _VALUE))  # keys may be the values
     return [each for each in operands if isinstance(each, fx.Node) and repeated_dims(value(each))]
 
 

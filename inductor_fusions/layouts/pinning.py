@@ -7,6 +7,8 @@ that the value has anyway fixes them. Such a value is in memory in any case, so 
 
 The strides of the query are fixed as well, because the template for short queries reads them too early.
 
+What a fusion before autograd has pinned is looked at again, because torch may have changed what is behind it.
+
 This is no fusion, because it is needed for every call of flex attention that a fusion has made, forward and
 backward. `kernel_defects` does it for the queries of the user's own calls.
 """
@@ -20,7 +22,7 @@ import torch
 from torch import fx
 
 from .. import _inductor, operands, tags
-from .._inductor import hint
+from .._inductor import hint, known_true
 from ..graph.builder import Builder
 from ..operands import tensor
 
@@ -67,6 +69,56 @@ def pin(graph: fx.Graph) -> int:
                 if isinstance(captured, fx.Node) and tensor(captured) is not None:
                     _settle(call, captured, scores / REUSE, settled)
     return len(settled)
+
+
+def correct(graph: fx.Graph) -> int:
+    """Have each `as_strided` that a fusion made before autograd read the memory that it was written for.
+
+    Inductor lowers it to a view of the buffer behind its input, whatever views are in between. That buffer
+    may have other strides than the graph before autograd said: a product is padded and cut
+    (torch/_inductor/fx_passes/pad_mm.py), what has several readers is padded (`comprehensive_padding`).
+
+    Args:
+        graph: of aten operations, whose values have the strides of now; changed in place.
+
+    Returns:
+        How many were changed.
+    """
+    changed = 0
+    for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
+        source = node.args[0]
+        if not tags.is_ours(node) or not isinstance(source, fx.Node):
+            continue
+        wanted, found = operands.value(node).stride(), operands.value(source).stride()
+        user, behind = _memory_of(node)
+        if not all(known_true(a == b) for a, b in zip(found, wanted, strict=True)):
+            node.update_arg(0, _dense_copy(source, node))
+        elif user is not node and behind.op == "call_function" and not _is_settled(behind):
+            user.replace_input_with(behind, _as_strided(behind))
+        else:
+            continue
+        changed += 1
+    return changed
+
+
+def _memory_of(view: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The first view of the memory that a view reads, and what made that memory."""
+    node: fx.Node = view.args[0]  # type: ignore[assignment]
+    while node.op == "call_function":
+        storage = operands.value(node).untyped_storage()._cdata
+        viewed = [each for each in _tensors(node) if operands.value(each).untyped_storage()._cdata == storage]
+        if not viewed:
+            break
+        view, node = node, viewed[0]
+    return view, node
+
+
+def _dense_copy(source: fx.Node, pinned: fx.Node) -> fx.Node:
+    """A copy of a value whose memory is laid out as the dense strides of `pinned` say."""
+    build, strides = Builder(pinned, pinned), operands.value(pinned).stride()
+    order = sorted(range(len(strides)), key=lambda dim: -hint(strides[dim]))
+    permuted = build.call(aten.permute.default, source, order)
+    return build.call(aten.clone.default, permuted, memory_format=torch.contiguous_format)
 
 
 def query_of(call: fx.Node) -> tuple[fx.Node, fx.Node] | None:

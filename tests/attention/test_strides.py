@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -211,3 +211,41 @@ def test_captured_by_flex_attention(case: Any) -> None:
         check(fn, inputs, kernel="flex", train=False)
         code = code_for_a_gpu(fn, inputs)
     assert any(kernel.is_template and "flex_attention" in kernel.name for kernel in code.kernels)
+
+
+@pytest.fixture
+def padded_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Products of odd sizes are padded here as on a GPU; whether each of them could be."""
+    from torch._inductor import config as inductor_config
+    from torch._inductor.fx_passes import pad_mm
+
+    found: list[bool] = []
+
+    def can_pad(*args: Any, can: Callable[..., bool] = pad_mm.can_pad) -> bool:
+        found.append(can(*args))
+        return found[-1]
+
+    for name, answer in {
+        "check_device": lambda *_: True,
+        "has_triton": lambda: True,
+        "can_pad": can_pad,
+    }.items():
+        monkeypatch.setattr(pad_mm, name, answer)
+    with inductor_config.patch(force_shape_pad=True):
+        yield found
+
+
+@pytest.mark.parametrize("view", ["as it is", "viewed"])
+def test_a_bias_that_is_a_padded_product(view: str, padded_products: list[bool], fresh_cache: None) -> None:
+    """torch pads products of odd sizes where that is faster, and cuts the result: behind the bias there is
+    a buffer of other strides then. Source: torch/_inductor/fx_passes/pad_mm.py."""
+
+    def fn(q: Any, k: Any, v: Any, x: Any, y: Any) -> Any:
+        bias = x @ y.mT
+        return attend(q, k, v, bias.view(2, 3, 9, 9) if view == "viewed" else bias)
+
+    batch = (6,) if view == "viewed" else (2, 3)
+    inputs = (*(torch.randn(2, 3, 9, 16) for _ in "qkv"), *(torch.randn(*batch, 9, 5) for _ in "xy"))
+    with config.patch(attention_kernel="sdpa"):
+        check(fn, inputs, fused=1, train=False, backend="inductor")
+    assert any(padded_products)

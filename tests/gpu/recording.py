@@ -133,7 +133,7 @@ class Recorder:
 
         from tests.gpu import judging, moving
 
-        dtype, training = chosen(name, self.seed, self.device)
+        dtype, training, padded = chosen(name, self.seed, self.device)
         self.write("begin", name=name, dtype=str(dtype).removeprefix("torch."), train=training and train)
         program = moving.Program(
             fn, tuple(args), dict(kwargs), options.get("dynamic"), options.get("reference")
@@ -143,7 +143,7 @@ class Recorder:
         started = time.monotonic()
         try:
             alone = self.only is not None
-            verdict, moved = judging.judge(program, self.device, dtype, training and train, alone)
+            verdict, moved = judging.judge(program, self.device, dtype, training and train, alone, padded)
             if judging.broken() and not alone:
                 text = f"nothing runs in its process any more: {verdict.problem[:300]}"
                 self.write("lost", name=name, dtype=verdict.dtype, train=verdict.train, text=text)
@@ -234,11 +234,15 @@ class Recorder:
         return call
 
     def remember(self) -> None:
-        """The package as it is."""
+        """The package as it is, and what torch says of the device."""
+        import torch
+
         for name, module in list(sys.modules.items()):
             if name.startswith(("inductor_fusions.fusions", "inductor_fusions.ops")):
                 kinds = (types.FunctionType, type, frozenset, tuple, str, int, float)
                 self.originals[module] = {k: v for k, v in vars(module).items() if isinstance(v, kinds)}
+        told = {k: v for k, v in vars(torch.cuda).items() if isinstance(v, types.FunctionType)}
+        self.originals[torch.cuda] = told
 
     @contextlib.contextmanager
     def unpatched(self) -> Iterator[None]:
@@ -257,13 +261,14 @@ class Recorder:
                 setattr(module, name, now)
 
 
-def chosen(name: str, seed: int, device: str) -> tuple[Any, bool]:
-    """The dtype of a program for a seed, and whether it is trained: three seeds in a row have all dtypes,
-    six all of both."""
+def chosen(name: str, seed: int, device: str) -> tuple[Any, bool, bool]:
+    """The dtype of a program for a seed, whether it is trained, and whether its products are padded: three
+    seeds in a row have all dtypes, six all of dtype and mode, twelve all of the three."""
     import torch
 
     place = zlib.crc32(name.encode()) + seed
+    padded = place // 6 % 2 == 0
     if device == "cpu":
-        return torch.float32, place % 2 == 0
+        return torch.float32, place % 2 == 0, padded
     dtypes = torch.bfloat16, torch.float16, torch.float32
-    return dtypes[place % 3], place % 2 == 0
+    return dtypes[place % 3], place % 2 == 0, padded

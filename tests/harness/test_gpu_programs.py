@@ -110,9 +110,11 @@ def test_a_device_is_written_into_factories() -> None:
     assert placed("assert x == 1") == "pass" and placed("assert verify(f, x)") == "verify(f, x)"
 
 
-def test_six_seeds_have_all_dtypes_in_both_modes() -> None:
+def test_twelve_seeds_have_all_dtypes_in_both_modes_with_and_without_padding() -> None:
     drawn = [chosen("tests/test_x.py::test_y 3", seed, "cuda") for seed in range(7, 13)]
-    assert len(set(drawn)) == 6 and len({dtype for dtype, _ in drawn[:3]}) == 3
+    assert len({kind[:2] for kind in drawn}) == 6 and len({dtype for dtype, *_ in drawn[:3]}) == 3
+    later = [chosen("tests/test_x.py::test_y 3", seed, "cuda") for seed in range(13, 19)]
+    assert len({*drawn, *later}) == 12
     assert {chosen("x", seed, "cpu")[0] for seed in range(3)} == {torch.float32}
 
 

@@ -72,11 +72,10 @@ def pin(graph: fx.Graph) -> int:
 
 
 def correct(graph: fx.Graph) -> int:
-    """Have each `as_strided` that a fusion made before autograd read the memory that it was written for.
+    """Have each `as_strided` that a fusion made before autograd read the values that it was made for.
 
-    Inductor lowers it to a view of the buffer behind its input, whatever views are in between. That buffer
-    may have other strides than the graph before autograd said: a product is padded and cut
-    (torch/_inductor/fx_passes/pad_mm.py), what has several readers is padded (`comprehensive_padding`).
+    Inductor lowers it to a view of the buffer behind its input, whatever views are between. A product there
+    may have other strides by now: torch pads and cuts it (torch/_inductor/fx_passes/pad_mm.py).
 
     Args:
         graph: of aten operations, whose values have the strides of now; changed in place.
@@ -86,35 +85,18 @@ def correct(graph: fx.Graph) -> int:
     """
     changed = 0
     for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
-        source = node.args[0]
-        if not tags.is_ours(node) or not isinstance(source, fx.Node):
+        if not tags.is_ours(node):
             continue
-        wanted, found = operands.value(node).stride(), operands.value(source).stride()
-        user, behind = _memory_of(node)
-        if not all(known_true(a == b) for a, b in zip(found, wanted, strict=True)):
-            node.update_arg(0, _dense_copy(source, node))
-        elif user is not node and behind.op == "call_function" and not _is_settled(behind):
-            user.replace_input_with(behind, _as_strided(behind))
-        else:
-            continue
-        changed += 1
+        found, wanted = (operands.value(each) for each in (node.args[0], node))
+        steps = zip(wanted.shape, wanted.stride(), found.stride(), strict=True)
+        if not all(known_true(size == 1) or known_true(step == old) for size, step, old in steps):
+            node.update_arg(0, _dense_copy(node.args[0], node))
+            changed += 1
     return changed
 
 
-def _memory_of(view: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The first view of the memory that a view reads, and what made that memory."""
-    node: fx.Node = view.args[0]  # type: ignore[assignment]
-    while node.op == "call_function":
-        storage = operands.value(node).untyped_storage()._cdata
-        viewed = [each for each in _tensors(node) if operands.value(each).untyped_storage()._cdata == storage]
-        if not viewed:
-            break
-        view, node = node, viewed[0]
-    return view, node
-
-
-def _dense_copy(source: fx.Node, pinned: fx.Node) -> fx.Node:
-    """A copy of a value whose memory is laid out as the dense strides of `pinned` say."""
+def _dense_copy(source: Any, pinned: fx.Node) -> fx.Node:
+    """A copy of a value, in memory as the dense strides of `pinned` say."""
     build, strides = Builder(pinned, pinned), operands.value(pinned).stride()
     order = sorted(range(len(strides)), key=lambda dim: -hint(strides[dim]))
     permuted = build.call(aten.permute.default, source, order)

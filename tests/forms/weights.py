@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from .form import QKV, form, forms, scored, some
 
@@ -305,3 +306,17 @@ def weights_repeated_for_each_element(scores: Any, v: Any) -> Any:
 @form(*QKV, some)
 def weights_times_the_mask(q: Any, k: Any, v: Any, seen: Any) -> Any:
     return (seen[:, None, None].float() * padded(q, k, seen)) @ v
+
+
+@form((2, 8, 9), (8, 3), fused=0, reasons=("an input of the graph",))
+def weights_of_a_convolution(x: Any, w: Any) -> Any:
+    """fairseq's LightweightConv: each channel is convolved with a softmax of its own."""
+    return F.conv1d(x, w.softmax(-1).unsqueeze(1), padding=1, groups=8)
+
+
+@form((2, 9, 8), (3, 8), fused=0, reasons=("copy is between the softmax and the product",))
+def weights_in_a_band(x: Any, w: Any) -> Any:
+    """fairseq's DynamicConv: the softmax of each row is copied into the band of a matrix."""
+    band = x.new_zeros(2, 9, 11)
+    band.as_strided((2, 9, 3), (99, 12, 1)).copy_(F.linear(x, w).softmax(-1))
+    return band.narrow(2, 1, 9) @ x

@@ -156,6 +156,8 @@ class _Walk:
         """Read the only operation on the weights."""
         site, node, at = self.site, self.node, self.at
         if op.inplace and op.name not in ("dropout", "masked_fill"):
+            if node not in (op.input, *op.rest[:1]):  # they are written into something else
+                raise epilogue.between(op, node)
             raise Reason.OVERWRITTEN.rejected(f"{op.name}_ overwrites the attention weights")
         scaler = epilogue.scaler(op, node, at, self.interpreter)
         zeroed = epilogue.zeroed(op, node, self.number, at) if scaler is None else None

@@ -74,8 +74,10 @@ def pin(graph: fx.Graph) -> int:
 def correct(graph: fx.Graph) -> int:
     """Have each `as_strided` that a fusion made before autograd read the values that it was made for.
 
-    Inductor lowers it to a view of the buffer behind its input, whatever views are between. A product there
-    may have other strides by now: torch pads and cuts it (torch/_inductor/fx_passes/pad_mm.py).
+    Inductor lowers it to a view of the buffer behind its input, whatever views are between. That buffer may
+    be laid out otherwise: by now, where torch padded and cut a product (torch/_inductor/fx_passes/pad_mm.py),
+    or later, where Inductor pads large strides (`comprehensive_padding`). It pads no value that an
+    `as_strided` reads directly.
 
     Args:
         graph: of aten operations, whose values have the strides of now; changed in place.
@@ -89,10 +91,28 @@ def correct(graph: fx.Graph) -> int:
             continue
         found, wanted = (operands.value(each) for each in (node.args[0], node))
         steps = zip(wanted.shape, wanted.stride(), found.stride(), strict=True)
+        view, made = _memory_of(node)
         if not all(known_true(size == 1) or known_true(step == old) for size, step, old in steps):
             node.update_arg(0, _dense_copy(node.args[0], node))
-            changed += 1
+        elif view is not node and made.op == "call_function" and not _is_settled(made):
+            view.replace_input_with(made, _as_strided(made))
+        else:
+            continue
+        changed += 1
     return changed
+
+
+def _memory_of(view: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The first view of the memory that a view reads, and what made that memory."""
+    node: Any = view.args[0]
+    while viewed := [each for each in _tensors(node) if _memory(each) == _memory(node)]:
+        view, node = node, viewed[0]
+    return view, node
+
+
+def _memory(node: fx.Node) -> int:
+    """Identity of the memory of a value."""
+    return int(operands.value(node).untyped_storage()._cdata)
 
 
 def _dense_copy(source: Any, pinned: fx.Node) -> fx.Node:

@@ -249,3 +249,31 @@ def test_a_bias_that_is_a_padded_product(view: str, padded_products: list[bool],
     with config.patch(attention_kernel="sdpa"):
         check(fn, inputs, fused=1, train=False, backend="inductor")
     assert any(padded_products)
+
+
+LONG = 1030
+
+
+#: Of x (240, LONG) and y (LONG, 8): a mask that views what Inductor pads, since its rows are long.
+PADDED: dict[str, Callable[[Any, Any], Any]] = {
+    "viewed": lambda x, y: x.view(B, H, 40, LONG),
+    "a part": lambda x, y: x[:40],
+    "stacked products": lambda x, y: torch.stack([part @ (y @ y.mT) for part in x.view(6, 40, LONG)[:3]])[
+        None
+    ],
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_a_bias_whose_rows_are_padded(name: str, fresh_cache: None) -> None:
+    """Inductor pads strides above 1024 of what it lays out itself (`comprehensive_padding`)."""
+    from torch._inductor import config as inductor_config
+
+    def fn(q: Any, k: Any, v: Any, x: Any, y: Any) -> Any:
+        weights = x.softmax(-1)
+        return attend(q, k, v, PADDED[name](weights, y)), weights @ y
+
+    shapes = ((B, H, 40, D), (B, H, LONG, D), (B, H, LONG, D), (240, LONG), (LONG, 8))
+    inputs = [torch.randn(shape) for shape in shapes]
+    with config.patch(attention_kernel="sdpa"), inductor_config.patch(disable_padding_cpu=False):
+        check(fn, inputs, train=False, backend="inductor")

@@ -83,3 +83,13 @@ def convolutional_gating_unit(x: Any, w: Any, k: Any) -> Any:
     """Of a Branchformer: a convolution along the tokens of one half."""
     r, g = F.linear(x, w).chunk(2, dim=-1)
     return r * F.conv1d(g.mT, k, padding=3, groups=128).mT
+
+
+@form(
+    X, "frozen 256x64", "frozen 128x1x7", "frozen 128x1", left=(1, 1),
+    reasons=("spatial gating unit", "spatial gating unit"),
+)  # fmt: skip
+def gate_beside_a_scaled_convolution(x: Any, w: Any, k: Any, d: Any) -> Any:
+    """Of a Mamba: both halves of one linear, of which a convolution reads one."""
+    r, g = F.linear(x, w).mT.chunk(2, 1)
+    return F.silu(F.conv1d(r, k, padding=3, groups=128)) * d * F.silu(g)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import operator
 import types
@@ -223,14 +224,18 @@ def test_models_are_counted(
     fresh_cache: None,
 ) -> None:  # fmt: skip
     """torch's counters have each fused site of ours and no other; its debug output names what is matched."""
+    from torch._inductor import pattern_matcher
+
     model, inputs = make()
     # torch counts for each pattern where some node is asked for, and prints all of its own for that node.
     monkeypatch.setenv("TORCHINDUCTOR_PATTERN_MATCH_DEBUG", "none of these")
     report, patterns, counters = counted(model.train(train), *inputs, train=train)
     fused = {site.fusion for site in report if site.verdict == "fused"}
-    assert patterns == {name: report.count("fused", name) for name in fused} and patterns["attention"] == 2
-    assert counters["pattern_matcher_count"] >= sum(patterns.values())
-    assert counters["pattern_matcher_nodes"] >= 5 * patterns["attention"]
+    sites = {name: report.count("fused", name) for name in fused}
+    counts_patterns = "per_pattern" in inspect.getsource(pattern_matcher)  # not on torch 2.11
+    assert patterns == (sites if counts_patterns else {}) and sites["attention"] == 2
+    assert counters["pattern_matcher_count"] >= sum(sites.values())
+    assert counters["pattern_matcher_nodes"] >= 5 * sites["attention"]
     node = next(site.node for site in report if site.fusion == "attention")
     monkeypatch.setenv("TORCHINDUCTOR_PATTERN_MATCH_DEBUG", node)
     with caplog.at_level(logging.WARNING, logger="torch._inductor.pattern_matcher"):

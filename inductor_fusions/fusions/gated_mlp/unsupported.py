@@ -105,11 +105,12 @@ def other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], 
     if not share_input(*ends):
         shapes = [value(argument).shape for argument in root.all_input_nodes]
         plain = not any(side.mixed for side in sides)
-        if plain and same_sizes(*shapes) and any(_is_of(one, another) for one, another in (ends, ends[::-1])):
+        of_another = any(_is_of(one, another) for one, another in (ends, ends[::-1]))
+        if plain and same_sizes(*shapes) and of_another:
             return pair, _OF_ANOTHER
         # Linears of different inputs are multiplied for many reasons, unless both pass through a function.
         if all(side.bends for side in sides):
-            return pair, _OF_OTHERS
+            return pair, _OF_ANOTHER if of_another else _OF_OTHERS
         plain = plain and not any(side.bends for side in sides)
         return (pair, _OF_RANKS) if plain and _is_of_ranks(root, ends) else None
     if all(_of_many(end) for end in ends) and all(map(_is_softmax, root.args)):

@@ -49,6 +49,7 @@ from .graphs import (
     remembered,
     remembering,
     rename,
+    replace_result,
     source_line,
     trace_decomposed,
     was_erased,

@@ -93,6 +93,20 @@ def is_backward(graph: fx.Graph) -> bool:
     return any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder"))
 
 
+def replace_result(output: fx.Node, node: fx.Node, new: fx.Node) -> None:
+    """Replace a result of a graph by one with other strides.
+
+    Inductor keeps the strides of results that AOTAutograd traced. Source: `record_original_output_strides` of
+    torch/_inductor/compile_fx.py.
+    """
+    results: Any = output.args[0] if isinstance(output.args[0], (list, tuple)) else output.args
+    noted = output.meta.get("original_output_strides")
+    for place, result in enumerate(results):
+        if result is node and isinstance(noted, list):
+            noted[place] = new.meta["val"].stride()
+    output.replace_input_with(node, new)
+
+
 def numpy_name(target: Any) -> str:
     """The name of the operation of NumPy that Dynamo traces as a call of `target`; "" of another target."""
     utils = importlib.import_module("torch._dynamo.utils")

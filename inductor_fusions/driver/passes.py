@@ -91,6 +91,7 @@ class FusionPass(CustomGraphPass):
                     graph = owner.graph if isinstance(owner, fx.GraphModule) else graph
         if self.stage == "post_grad":
             leaving.release(graph)
+            leaving.lay_out_gradients(graph)
             pinning.correct(graph)
             if left_out is None:
                 _pin(graph)

@@ -7,7 +7,7 @@ fuses the copy into what computes the value. If the strides are equal, nothing i
 layouts are free.
 
 A fused operation may also save its result for its backward. If the caller gets that memory, it gets a copy
-instead, because it may write to it.
+instead, because it may write to it. The gradients that its backward returns become contiguous.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import _inductor
+from .. import _inductor, tags
 from .._inductor import fake_mode_of, hint, known_true, range_of, suppress_guards, value_of
 from ..effects.derivatives import takes_gradient
 from ..effects.modes import name_of
@@ -61,6 +61,43 @@ def release(graph: fx.Graph) -> None:
         node.kwargs = {"memory_format": torch.contiguous_format}
     for node in graph.find_nodes(op="call_function", target=EVEN):
         node.target = torch.ops.aten.clone.default
+
+
+def lay_out_gradients(graph: fx.Graph) -> None:
+    """Make gradients contiguous that leave a backward as views of what that of a fused operation wrote.
+
+    The kernels of SDPA write them in the order (batch, queries, heads, head dim). Those of an unfused
+    attention are results of products, and an `autograd.Function` of the caller may call `view` on them.
+    """
+    if not _inductor.is_backward(graph):
+        return
+    output = graph.output_node()
+    for node in dict.fromkeys(leaves_of(output.args[0])):
+        value = tensor(node)
+        if value is None or _is_contiguous(value) or not _is_of_ours(node):
+            continue
+        copy = Builder(output, node).call(
+            torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format
+        )
+        _inductor.replace_result(output, node, copy)
+
+
+def _is_contiguous(value: torch.Tensor) -> bool:
+    step: Any = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if not known_true(size == 1) and not known_true(stride == step):
+            return False
+        step = step * size
+    return True
+
+
+def _is_of_ours(node: fx.Node) -> bool:
+    """Whether a value is, or views, one of several results of an operation that a fusion made."""
+    while node.target is not operator.getitem:
+        if not (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view):
+            return False
+        node = node.args[0]  # type: ignore[assignment]
+    return tags.is_ours(node.args[0])  # type: ignore[arg-type]
 
 
 def _depends_on_data(value: torch.Tensor | None) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from inductor_fusions import config, testing
+from inductor_fusions import config, reporting, testing
 from inductor_fusions._inductor import value_of
 from tests.attention.support import cases, check, code_for_a_gpu, flex_everywhere, qkv, scored, sdpa
 
@@ -277,3 +277,35 @@ def test_a_bias_whose_rows_are_padded(name: str, fresh_cache: None) -> None:
     inputs = [torch.randn(shape) for shape in shapes]
     with config.patch(attention_kernel="sdpa"), inductor_config.patch(disable_padding_cpu=False):
         check(fn, inputs, train=False, backend="inductor")
+
+
+class Doubled(torch.autograd.Function):
+    """Views its gradient, as rotations of queries do whose kernels are written by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return (dy.view(-1, dy.shape[-1]) * 2.0).view(dy.shape)
+
+
+@pytest.mark.parametrize("shape", [(2, 13, 16), (2, 3, 13, 16)], ids=["3-D", "4-D"])
+def test_the_caller_views_gradients(shape: tuple[int, ...], fresh_cache: None) -> None:
+    """They are contiguous, as those of products are; SDPA writes them in another order."""
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        scores = torch.einsum("...qd,...kd->...qk", q, k) * 0.3
+        return (scores - scores.amax(-1, keepdim=True).detach()).softmax(-1) @ v
+
+    def gradients(call: Callable[..., Any]) -> Any:
+        q, k, v = inputs
+        return torch.autograd.grad(call(Doubled.apply(q), k, Doubled.apply(v)).square().sum(), inputs)
+
+    inputs = [torch.randn(shape, requires_grad=True) for _ in "qkv"]
+    with config.patch(policy="always"), reporting.isolated() as sites:
+        found = gradients(torch.compile(fn))
+    assert [site.verdict for site in sites] == ["fused"]
+    for ours, eager in zip(found, gradients(fn), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-3)

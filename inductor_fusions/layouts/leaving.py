@@ -74,7 +74,7 @@ def lay_out_gradients(graph: fx.Graph) -> None:
     output = graph.output_node()
     for node in dict.fromkeys(leaves_of(output.args[0])):
         value = tensor(node)
-        if value is None or _is_contiguous(value) or not _is_of_ours(node):
+        if value is None or not _inductor.is_dense(value) or _is_contiguous(value) or not _is_of_ours(node):
             continue
         copy = Builder(output, node).call(
             torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format

@@ -55,6 +55,18 @@ def tensor(node: Any) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
+def is_row_major(found: torch.Tensor) -> bool:
+    """Whether a tensor is row-major, without gaps."""
+    if any(known_true(length == 0) for length in found.shape):
+        return True
+    wanted: Any = 1
+    for length, stride in zip(reversed(found.shape), reversed(found.stride()), strict=True):
+        if not known_true(length == 1) and not known_true(stride == wanted):
+            return False
+        wanted = wanted * length
+    return True
+
+
 def requires_grad(node: Any) -> bool:
     """Whether a node is a tensor that takes a gradient."""
     found = tensor(node)

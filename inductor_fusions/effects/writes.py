@@ -234,6 +234,17 @@ def memory(value: torch.Tensor) -> object:
         return None
 
 
+def memory_chain(node: fx.Node) -> list[fx.Node]:
+    """A node, what it is a view of, and so on up to what made the memory."""
+    chain, own = [node], storage(node)
+    while own is not None:
+        viewed = [each for each in chain[-1].all_input_nodes if storage(each) == own]
+        if not viewed:
+            break
+        chain.append(viewed[0])
+    return chain
+
+
 def may_alias(first: object, second: object) -> bool:
     """Whether two values may share memory, given their identities from `storage`."""
     return first is None or second is None or first == second

@@ -21,13 +21,13 @@ import torch
 from torch import fx
 
 from .. import _inductor, tags
-from .._inductor import fake_mode_of, hint, known_true, range_of, suppress_guards, value_of
+from .._inductor import fake_mode_of, hint, is_dense, known_true, range_of, suppress_guards, value_of
 from ..effects.derivatives import takes_gradient
 from ..effects.modes import name_of
-from ..effects.writes import is_opaque, may_alias, memory, written
+from ..effects.writes import is_opaque, may_alias, memory, memory_chain, written
 from ..graph.builder import Builder
 from ..graph.facts import change
-from ..operands import tensor
+from ..operands import is_row_major, tensor
 from .copies import EVEN, OWN, dense_order
 
 #: Operations whose results have strides that do not depend on those of the first operand.
@@ -74,7 +74,7 @@ def lay_out_gradients(graph: fx.Graph) -> None:
     output = graph.output_node()
     for node in dict.fromkeys(leaves_of(output.args[0])):
         value = tensor(node)
-        if value is None or not _inductor.is_dense(value) or _is_contiguous(value) or not _is_of_ours(node):
+        if value is None or not is_dense(value) or is_row_major(value) or not _is_of_ours(node):
             continue
         copy = Builder(output, node).call(
             torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format
@@ -82,22 +82,10 @@ def lay_out_gradients(graph: fx.Graph) -> None:
         _inductor.replace_result(output, node, copy)
 
 
-def _is_contiguous(value: torch.Tensor) -> bool:
-    step: Any = 1
-    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if not known_true(size == 1) and not known_true(stride == step):
-            return False
-        step = step * size
-    return True
-
-
 def _is_of_ours(node: fx.Node) -> bool:
     """Whether a value is, or views, one of several results of an operation that a fusion made."""
-    while node.target is not operator.getitem:
-        if not (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view):
-            return False
-        node = node.args[0]  # type: ignore[assignment]
-    return tags.is_ours(node.args[0])  # type: ignore[arg-type]
+    made = memory_chain(node)[-1]
+    return made.target is operator.getitem and tags.is_ours(made.all_input_nodes[0])
 
 
 def _depends_on_data(value: torch.Tensor | None) -> bool:

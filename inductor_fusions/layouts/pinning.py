@@ -23,6 +23,7 @@ from torch import fx
 
 from .. import _inductor, operands, tags
 from .._inductor import hint, known_true
+from ..effects.writes import memory_chain
 from ..graph.builder import Builder
 from ..operands import tensor
 
@@ -91,7 +92,7 @@ def correct(graph: fx.Graph) -> int:
             continue
         found, wanted = (operands.value(each) for each in (node.args[0], node))
         steps = zip(wanted.shape, wanted.stride(), found.stride(), strict=True)
-        view, made = _memory_of(node)
+        *_, view, made = node, *memory_chain(node.args[0])
         if not all(known_true(size == 1) or known_true(step == old) for size, step, old in steps):
             node.update_arg(0, _dense_copy(node.args[0], node))
         elif view is not node and made.op == "call_function" and not _is_settled(made):
@@ -100,19 +101,6 @@ def correct(graph: fx.Graph) -> int:
             continue
         changed += 1
     return changed
-
-
-def _memory_of(view: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The first view of the memory that a view reads, and what made that memory."""
-    node: Any = view.args[0]
-    while viewed := [each for each in _tensors(node) if _memory(each) == _memory(node)]:
-        view, node = node, viewed[0]
-    return view, node
-
-
-def _memory(node: fx.Node) -> int:
-    """Identity of the memory of a value."""
-    return int(operands.value(node).untyped_storage()._cdata)
 
 
 def _dense_copy(source: Any, pinned: fx.Node) -> fx.Node:

@@ -17,7 +17,7 @@ from torch import fx
 
 from ..._inductor import Match, hint, is_body, known_true
 from ...effects.liveness import readers
-from ...effects.writes import storage
+from ...effects.writes import memory_chain
 from ...fusion import Rejected
 from ...graph import torch_ops
 from ...graph.dims import reduced
@@ -99,7 +99,7 @@ def reaches_product(
             if op.name == "sum" and (_is_wider(node, start) or _is_weighted(op, start)):
                 return True
             if op.name == "copy" and op.rest[1:2] == (node,):  # such as the band of a convolution as a matrix
-                whole = _whole(op.rest[0])
+                whole = memory_chain(op.rest[0])[-1]
                 seen.add(whole)
                 frontier.append(whole)
             if op.name in _PARTS or node in parts:
@@ -109,14 +109,6 @@ def reaches_product(
                 frontier.append(user)
     sums = [op for node in parts if (op := read(node)) is not None and op.name == "add"]
     return any({op.input, op["other"]} <= parts and _is_wider(op.node, start) for op in sums)
-
-
-def _whole(part: fx.Node) -> fx.Node:
-    """The tensor that a node is a view of; itself if it is no view."""
-    own = storage(part)
-    while own is not None and part.all_input_nodes and storage(part.all_input_nodes[0]) == own:
-        part = part.all_input_nodes[0]
-    return part
 
 
 def _factors(op: torch_ops.Op) -> tuple[Any, ...]:

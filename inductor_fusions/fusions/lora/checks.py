@@ -7,24 +7,11 @@ from typing import Any
 
 import torch
 
-from ..._inductor import known_true
 from ...block_mm import guards
 from ...graph.products import same_sizes
-from ...operands import value
+from ...operands import is_row_major, value
 from ...reasons import Reason
 from .adapters import Adapter
-
-
-def is_row_major(found: torch.Tensor) -> bool:
-    """Whether a tensor is row-major, without gaps."""
-    if any(known_true(length == 0) for length in found.shape):
-        return True
-    wanted: Any = 1
-    for length, stride in zip(reversed(found.shape), reversed(found.stride()), strict=True):
-        if not known_true(length == 1) and not known_true(stride == wanted):
-            return False
-        wanted = wanted * length
-    return True
 
 
 def check_shapes(root: torch.Tensor, terms: Sequence[tuple[Any, ...]]) -> None:

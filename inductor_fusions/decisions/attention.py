@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
+from ..reasons import Reason
 from . import tables
+from .attention_rows import slowed
 from .deciding import Decision, Query, asked, decide
 from .devices import sources
 from .estimating import distance
-from .problems import SECTIONS, Row
+from .problems import MARGIN, SECTIONS, Row
 from .schema import half
 
 #: Rows further than this say nothing of the tiles of a backward in chunks.
@@ -32,6 +35,7 @@ def attention(
     candidates: Sequence[str],
     tf32: bool = False,
     heads: int = 1,
+    beside: int = 0,
 ) -> Decision:
     """Whether an attention of this shape pays on this device, and as which kernel.
 
@@ -46,13 +50,33 @@ def attention(
         candidates: kernels that take it.
         tf32: whether torch may multiply float32 as TF32.
         heads: of q, for a measurement: masks are shared between them.
+        beside: bytes that every kernel but "short" reads and writes beside what was measured, for the
+            gradient of fully masked rows; 0: none.
     """
     row = _row(dtype, batch_heads, q_len, kv_len, head_dim)
     if heads > 1 and batch_heads % heads == 0:
         row |= {"batch": batch_heads // heads, "heads": heads}
     row |= {"mask": mask, "train": train, "tf32": tf32 and dtype == torch.float32}
     text = f"{tables.dtype_name(dtype)}, mask {mask}, shapes like this"
-    return decide(Query("attention", row, tuple(candidates), text), device)
+    found = decide(Query("attention", row, tuple(candidates), text), device)
+    if not beside or found.kernel in (None, "short"):
+        return found
+    found = _slowed(found, row, beside)
+    if "short" not in candidates:
+        return found
+    short = decide(Query("attention", row, ("short",), text), device, may_measure=False)
+    return max(found, short, key=lambda each: each.lower if each.kernel else 0.0)
+
+
+def _slowed(found: Decision, row: Row, beside: int) -> Decision:
+    """A decision for a kernel with more kernels beside it."""
+    gain, lower = (slowed(row, speedup, beside) for speedup in (found.gain, found.lower))
+    if gain >= MARGIN and lower >= 1:
+        return replace(found, gain=gain, lower=lower)
+    reason = Reason.NOT_FASTER(
+        "not expected to be faster than stock at this shape beside the gradient of fully masked rows"
+    )
+    return Decision(None, "estimated", gain, lower, found.rows, reason=reason, near=found.near)
 
 
 def flex_options(

@@ -21,6 +21,13 @@ BLOCK = 128
 #: takes 10 ns for each, that of efficient attention 40 ns, and 100 ns in float32
 #: (`bench/results/attention_h100.json`).
 LAUNCH_CUDNN, LAUNCH_EFFICIENT = 512, 64
+#: Kernels of the unfused attention in training, and how often they read or write the scores.
+UNFUSED, PASSES = 10, 10
+#: Kernels that keep the gradient of fully masked rows: the mask and its rows (2), their queries, the centred
+#: values, and the backward (3).
+BESIDE = 7
+#: Microseconds of a launch on the host, and bytes that an H100 reads or writes in one.
+LAUNCH, PER_MICROSECOND = 8.0, 3e6
 #: The share of a correction that is applied: half of it has the least error on rows that were left out.
 SHOWN = 0.5
 
@@ -77,3 +84,15 @@ def idle_multiprocessors(row: Mapping[str, Any], kernel: str, processors: int) -
     launch = LAUNCH_CUDNN if is_cudnn else LAUNCH_EFFICIENT
     length = max(queries, keys) if train else keys
     return SHOWN * math.log((launch + length * min(1.0, count / processors)) / (launch + length))
+
+
+def slowed(row: Mapping[str, Any], speedup: float, beside: int) -> float:
+    """The speedup of a kernel in training if `BESIDE` other kernels read and write so many bytes beside it.
+
+    The time of the unfused attention is a lower bound, so that the speedup is one as well.
+    """
+    scores = row["batch"] * row["heads"] * row["q_len"] * row["kv_len"]
+    moved = PASSES * scores * (4 if row["dtype"] == "float32" else 2)
+    unfused = max(UNFUSED * LAUNCH, moved / PER_MICROSECOND)
+    found: float = unfused / (unfused / speedup + BESIDE * LAUNCH + beside / PER_MICROSECOND)
+    return found

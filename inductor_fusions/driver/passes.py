@@ -19,6 +19,7 @@ from .._inductor import CustomGraphPass, is_body, trace_artifact
 from ..decisions import machine, tables
 from ..effects import inplace, modes
 from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Unfinished
+from ..graph import zeros
 from ..graph.facts import Journal, held, recording
 from ..layouts import leaving, pinning
 from ..reasons import Reason
@@ -69,6 +70,8 @@ class FusionPass(CustomGraphPass):
         if self.stage == "pre_grad" and not is_body(graph):
             reporting.begin()
             _inductor.share_fake_mode(graph)
+        if self.stage == "post_grad":
+            zeros.drop(graph)
         first = reporting.pending() if self.stage == "pre_grad" else 0
         watcher = watching.current()
         if watcher is not None:

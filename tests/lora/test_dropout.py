@@ -51,8 +51,10 @@ class Adapted(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every device counts: the operations are products one by one there."""
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Every device counts: the operations are products one by one there. A test on a GPU sees that GPU."""
+    if request.node.get_closest_marker("gpu"):
+        return
     monkeypatch.setattr(inputs, "check_device", lambda value: None)
     monkeypatch.setattr(operands, "check_device", lambda value: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))

@@ -63,7 +63,7 @@ class Emitter:
         elif mask.empty is not None:
             hidden = build.call("detach", build.call(torch.where, mask.empty, q, 0.0))
             q = build.call(torch.sub, q, hidden)
-            correction = self._empty_rows_gradient(hidden, k, v)
+            correction = self._empty_rows_gradient(self._scaled_by(hidden), k, v)
         if kernel != "sdpa":
             q, k, v = (build.to(t, problem.dtype) for t in (q, k, v))
         result = self._attention(kernel, q, k, v, mask, grouped)
@@ -235,7 +235,7 @@ class Emitter:
         if not known_true(heads == shared):
             mean = build.call("repeat_interleave", mean, heads // shared, 1)
         if problem.train and not structure.replaced:
-            hidden = build.call(torch.where, empty, q, 0.0)
+            hidden = self._scaled_by(build.call(torch.where, empty, q, 0.0))
             fixed = build.call("detach", hidden)
             change = self._empty_rows_gradient(fixed, k, v)
             own = build.call(torch.sub, hidden, fixed)
@@ -249,11 +249,12 @@ class Emitter:
         """Zeros of the result's shape, whose gradient into k is that of the fully masked rows.
 
         With equal weights 1 / n, the result of such a row changes with its scores s by
-        sum_j (s_j / n) (v_j - mean(v)): linear in k, so one small matrix (k^T @ centred v) holds it
-        for all rows. The gradient into q flows through the kernel: q - q.detach() is zero there.
+        sum_j (s_j / n) (v_j - mean(v)): linear in k, so one small matrix (k^T @ centred v / n) holds it
+        for all rows. The gradient into q flows through the kernel: q - q.detach() is zero there. Nothing
+        computes the zeros (`graph/zeros.py`).
 
         Args:
-            hidden: the queries of these rows, zeros elsewhere, detached.
+            hidden: the queries of these rows times the scale, zeros elsewhere, detached.
             k, v: keys and values with their own heads or with those of q.
         """
         build = self.build
@@ -261,16 +262,19 @@ class Emitter:
         zeros = build.call(torch.sub, matrix, build.call("detach", matrix))
         return self._per_head(hidden, zeros)
 
+    def _scaled_by(self, queries: fx.Node) -> fx.Node:
+        """Queries times the scale of the scores."""
+        scale = self.problem.scale
+        scale = float(self.problem.q.shape[-1]) ** -0.5 if scale is None else scale
+        return self.build.call(torch.mul, queries, scale)
+
     def _score_change(self, k: fx.Node, v: fx.Node) -> fx.Node:
-        """The derivative of the result of a fully masked row by its query: scale / n * k^T (v - mean)."""
-        build, problem = self.build, self.problem
+        """By what the result of a fully masked row changes with its scaled query: k^T (v - mean) / n."""
+        build = self.build
         fixed = build.call("detach", v)
         centred = build.call(torch.sub, fixed, build.call(torch.mean, fixed, -2, True))
-        matrix = build.call(torch.matmul, build.call("transpose", k, -2, -1), centred)
-        count = problem.k.shape[2]
-        scale = problem.scale if problem.scale is not None else float(problem.q.shape[-1]) ** -0.5
-        share = scale / count if isinstance(count, int) else build.call(operator.truediv, scale, count)
-        return build.call(torch.mul, matrix, share)
+        share = build.call(torch.div, centred, self.problem.k.shape[2])
+        return build.call(torch.matmul, build.call("transpose", k, -2, -1), share)
 
     def _per_head(self, rows: fx.Node, matrix: fx.Node) -> fx.Node:
         """rows @ matrix, where several heads of the rows may share one of the matrices."""

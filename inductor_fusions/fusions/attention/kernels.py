@@ -15,7 +15,7 @@ from ...fusion import LeftToStock
 from ...graph import torch_ops
 from ...operands import may_use_tf32
 from ...reasons import Reason
-from . import flex, row_bias
+from . import empty_rows, flex, row_bias
 from .decode import plan as decode
 from .problem import Problem, is_in_rows
 from .short import terms as short
@@ -219,6 +219,7 @@ def _measured(problem: Problem, candidates: tuple[str, ...]) -> decisions.Decisi
             candidates=candidates,
             tf32=problem.q.value.device.type == "cuda" and may_use_tf32(),
             heads=hint(problem.q.shape[1]),
+            beside=empty_rows.bytes_beside(problem),
         )
         if verdict.known:
             break

@@ -19,9 +19,8 @@ from .._inductor import CustomGraphPass, is_body, trace_artifact
 from ..decisions import machine, tables
 from ..effects import inplace, modes
 from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Unfinished
-from ..graph import zeros
 from ..graph.facts import Journal, held, recording
-from ..layouts import leaving, pinning
+from ..layouts import leaving, pinning, zeros
 from ..reasons import Reason
 from ..sites import Report, Site
 from . import attempts, changes, containment, matching, smoke, watching

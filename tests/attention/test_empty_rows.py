@@ -8,10 +8,12 @@ rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor.utils import run_fw_bw_and_get_code
 
 from inductor_fusions import config
 from tests.attention.support import (
@@ -317,6 +319,38 @@ def test_a_mask_that_hides_no_row_costs_nothing() -> None:
 
     run = capture(with_mask, *qkv(S, S), rand(3, S, S), train=True)
     assert not run.calls("amax")
+
+
+def test_gradients_cost_no_product_in_the_forward() -> None:
+    """Zeros carry the gradient of fully masked rows into k; nothing computes them."""
+    with config.patch(policy="always", strict=True):
+        fn = torch.compile(with_mask, fullgraph=True)
+        with torch._inductor.config.patch(force_disable_caches=True):
+            _, (forward, backward) = run_fw_bw_and_get_code(lambda: fn(*given()))
+    assert "extern_kernels.bmm(" not in forward and "_scaled_dot_product" in forward
+    assert backward.count("extern_kernels.bmm(") == 2
+
+
+@pytest.mark.parametrize("how", ["added", "filled", "one row"])
+def test_the_decision_counts_what_keeps_the_gradients(how: str, shelf: Callable[..., None]) -> None:
+    """Of a small attention; a fill sends no gradient, and that of a mask with one row is not kept."""
+    sizes = dict(batch=B, heads=H, q_len=S, kv_len=S, head_dim=16, dtype="float32")
+    masks = ("pad", "bias_batch")
+    gain = {"sdpa": 1.5}
+    rows = [{**sizes, "mask": m, "train": train, "gain": gain} for m in masks for train in (True, False)]
+    shelf(on="cpu", cpu={"attention": rows})
+    q, k, v, mask = given()
+
+    def filled(q, k, v, mask):
+        return finish((q @ k.mT * 0.3).masked_fill(mask < 0, LOWEST), v)
+
+    inputs = (q, k, v, mask[:, :, :1] if how == "one row" else mask)
+    for train in (False, True):
+        run = capture(filled if how == "filled" else with_mask, *inputs, train=train, policy="profitable")
+        (site,) = run.sites
+        left = train and how == "added"
+        assert (site.verdict == "left to stock") == left, site
+        assert not left or (site.code == "not-faster" and "fully masked" in site.reason)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -70,3 +70,14 @@ def test_unsteady_wall_times_say_nothing() -> None:
     assert table(row) == {"pad": {"sdpa": 1.5, "short": 2.0}}
     row["spread"]["unfused"] = 0.6
     assert table(row) == {"pad": {"sdpa": 1.5, "short": 3.0}}
+
+
+def test_a_faster_launch_does_not_beat_a_faster_kernel() -> None:
+    """Efficient attention is chosen by name only where the device is not slower with it."""
+    kernels = {"unfused": MATH, "sdpa": CUDNN, "efficient": ["_efficient_attention"]}
+    row = measured("pad", MATH, unfused=60.0, sdpa=40.0, efficient=30.0)
+    row |= {"train": True, "kernels": kernels}
+    row["device_us"] = {"unfused": 45.0, "sdpa": 15.0, "efficient": 20.0}
+    assert table(row)["pad"] == {"sdpa": 1.5, "efficient": 1.5}
+    row["device_us"]["efficient"] = 15.0
+    assert table(row)["pad"] == {"sdpa": 1.5, "efficient": 2.0}

@@ -275,6 +275,20 @@ def test_launches_in_training_vary(shelf: Callable[..., None]) -> None:
     assert verdict(batch_heads=2 * 4096).kernel == "flex"
 
 
+def test_kernels_beside_an_attention_count(shelf: Callable[..., None]) -> None:
+    """What keeps the gradient of fully masked rows takes more launches than a small attention saves."""
+    gain = {"sdpa": 1.8, "short": 1.1}
+    shelf(**{H100: attention({"gain": gain}, {"batch": 512, "q_len": 512, "kv_len": 512, "gain": gain})})
+    assert verdict(("sdpa", "short")).kernel == "sdpa"
+    assert verdict(("sdpa", "short"), beside=1).kernel == "short", "which keeps them by itself"
+    left = verdict(("sdpa",), beside=1)
+    assert left.kernel is None and code_of(left.reason) == "not-faster" and "fully masked" in left.reason
+    large = {"batch_heads": 2 * 512, "q_len": 512, "kv_len": 512}
+    assert verdict(("sdpa", "short"), **large, beside=1).kernel == "sdpa"
+    assert 1.6 < verdict(("sdpa",), **large, beside=1).gain < 1.8
+    assert verdict(("sdpa",), **large, beside=10**11).kernel is None, "that much is read and written"
+
+
 def test_old_and_unknown_devices(shelf: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     shelf(**{H200: rows(({}, 9.0))}, on="nvidia_v100")
     for found in (None, devices.Hardware((7, 0), 80, 900)):

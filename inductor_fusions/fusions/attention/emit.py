@@ -251,7 +251,7 @@ class Emitter:
         With equal weights 1 / n, the result of such a row changes with its scores s by
         sum_j (s_j / n) (v_j - mean(v)): linear in k, so one small matrix (k^T @ centred v / n) holds it
         for all rows. The gradient into q flows through the kernel: q - q.detach() is zero there. Nothing
-        computes the zeros (`graph/zeros.py`).
+        computes the zeros (`layouts/zeros.py`).
 
         Args:
             hidden: the queries of these rows times the scale, zeros elsewhere, detached.

@@ -45,29 +45,22 @@ def empty_rows(build: Builder, problem: Problem, memo: MaskMemo, structure: Stru
 
 
 def bytes_beside(problem: Problem) -> int:
-    """What the gradient of fully masked rows makes kernels read and write; 0 where there is none.
+    """What kernels read and write for the gradient of fully masked rows, forward and backward; 0 for nothing.
 
-    A mask is read to find the rows and to open them, and written. Of the queries, the keys and the values
-    there are eleven passes, forward and backward (`emit.Emitter`). There is no such gradient where a fill
-    replaces the scores, and none is kept where all queries have one row of the mask.
+    A mask is read to find the rows and to open them, and written. Queries, keys and values are read or
+    written eleven times (`emit.Emitter`). There is no such gradient if a fill replaces the scores, and none
+    is kept if all queries have one row of the mask.
     """
-    structure, terms = problem.structure, [term for term, _ in problem.terms]
+    structure, terms = problem.structure, problem.terms
     if not problem.train or config.empty_rows != "keep" or problem.sink is not None:
         return 0
-    if structure is not None:
-        moved = 0
-        if structure.number is None or structure.never_empty or structure.replaced:
-            return 0
-    else:
-        masks = [operand.value for term, operand in problem.terms if _hides_rows_by_sum(term)]
-        if any(term.fill is not None for term in terms) or all(known_true(m.shape[-2] == 1) for m in masks):
-            return 0
-        moved = 3 * sum(hint(m.numel()) for m in masks)
-    return (moved + 11 * hint(problem.q.value.numel())) * problem.dtype.itemsize
-
-
-def _hides_rows_by_sum(term: Term) -> bool:
-    return term.fill is None and may_hide_rows(term.node)
+    if (structure is not None and structure.never_empty) or any(t.fill is not None for t, _ in terms):
+        return 0
+    masks = [operand.value for term, operand in terms if may_hide_rows(term.node)]
+    if all(known_true(mask.shape[-2] == 1) for mask in masks):
+        return 0
+    passes = 3 * sum(hint(mask.numel()) for mask in masks) + 11 * hint(problem.q.value.numel())
+    return passes * problem.dtype.itemsize
 
 
 def check_empty_rows(problem: Problem, site: Attention) -> None:

@@ -12,8 +12,8 @@ from torch import fx
 
 from .. import tags
 from ..effects.writes import memory_chain
+from ..graph.builder import Builder, substitute
 from ..operands import tensor
-from .builder import Builder, substitute
 
 aten = torch.ops.aten
 #: Operations whose result is 0 if the first operand is.

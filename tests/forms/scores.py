@@ -104,6 +104,17 @@ def bias_in_front_of_the_largest_score(q: Any, k: Any, v: Any, bias: Any) -> Any
     return (s - s.amax(-1, keepdim=True)).softmax(-1) @ v
 
 
+forms(*QKV, of=of_scores)(
+    # As CogView: what is the same for all queries is the same for each.
+    less_the_largest_of_heads=lambda s: s - s.amax((-1, -2), keepdim=True).detach(),
+    less_the_mean_of_samples=lambda s: s - s.mean((1, 2, 3), keepdim=True),
+)
+forms(*QKV, of=of_scores, fused=0, reasons=("used-elsewhere",))(
+    less_the_logsumexp_of_heads=lambda s: s - s.logsumexp((-1, -2), keepdim=True),
+    less_the_largest_of_queries_and_heads=lambda s: s - s.amax((1, 2), keepdim=True),
+)
+
+
 @form((2, 16, 4, 5))
 def channels_least_alike(x: Any) -> Any:
     """DANet's attention of channels: the scores are subtracted from the largest of their row."""

@@ -160,15 +160,20 @@ class ScoreReader(Walk):
         site.scale, site.scalers, site.terms = stage.scale, stage.scalers, [*stage.terms, fill]
 
     def _of_rows(self, node: Any, scores: Any, at: Arrangement) -> str:
-        """The reduction, such as the largest score of each row, that a node holds and serves for; or ""."""
+        """The reduction, such as the largest score of each row, that a node holds and serves for; or "".
 
+        What is the same for more than one row is the same for each of them; the logsumexp of several rows is
+        none that the weights are divided by.
+        """
         found = broadcast_reduction(node, _OF_ROWS)
         own = () if found is None or tensor(scores) is None else nodes_of(found, scores)
         if found is None or len(at.columns) != 1 or any(len(readers(each)) != 1 for each in own):
             return ""
-        name, over_keys = found.op.name, found.dims == at.columns
-        over_all = name != "logsumexp" and found.dims is None and tensor(found.op.node) is not None
-        if not own or not (over_all or (over_keys and found.keeps)):
+        name, dims = found.op.name, found.dims
+        over_keys = dims == at.columns
+        over_rows = name != "logsumexp" and dims is not None and {*at.columns} < {*dims}
+        over_all = name != "logsumexp" and dims is None and tensor(found.op.node) is not None
+        if not own or not (over_all or (found.keeps and (over_keys or over_rows))):
             return ""
         self.beside.update(own)
         self.maxima.update(own if over_keys and name in ("amax", "max") else ())

@@ -19,7 +19,8 @@ from .writes import is_opaque, may_update_statistics, written
 
 #: Functions of Python and methods that compute a value, and have no operation of their name.
 _PURE = frozenset(
-    "getitem getattr truediv floordiv and_ or_ invert float half bfloat16 double bool int long type".split()
+    "getitem getattr truediv floordiv and_ or_ invert float half bfloat16 double bool int long type "
+    "_get_data_attr".split()
 )
 
 

@@ -108,7 +108,9 @@ NUMPY = "numpy."
 #: The products of NumPy.
 NUMPY_PRODUCTS = frozenset(NUMPY + name for name in ("matmul", "dot", "einsum", "tensordot"))
 #: Operations that read only the shape, dtype and device of their first argument.
-_LIKE = frozenset("full_like zeros_like ones_like empty_like new_full new_zeros new_ones new_tensor".split())
+_LIKE = frozenset(
+    "full_like zeros_like ones_like empty_like new new_empty new_full new_zeros new_ones new_tensor".split()
+)
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def _functions() -> dict[Callable[..., Any], str]:
     for name in ("add", "sub", "mul", "truediv", "and", "or", "matmul"):
         table[getattr(operator, "i" + name)] = name + "_"
     table[operator.and_], table[operator.or_], table[operator.not_] = "and", "or", "logical_not"
-    table[getattr] = "getattr"
+    table[getattr], table[torch.linalg.matmul] = "getattr", "matmul"
     return table
 
 
@@ -338,6 +340,10 @@ def same_dtype_device(op: Op) -> bool:
     )
 
 
+#: Operations whose results hold elements of their operand.
+_ELEMENTS = CASTS | COPIES | frozenset("getitem narrow slice detach".split())
+
+
 def reads_metadata(user: fx.Node, node: fx.Node) -> bool:
     """Whether `user` reads the shape or dtype of `node`, but no values.
 
@@ -347,7 +353,7 @@ def reads_metadata(user: fx.Node, node: fx.Node) -> bool:
     op = read(user)
     if op is None:
         return False
-    if op.input is node and not op.inplace and op.name in CASTS | COPIES | {"getitem", "narrow", "slice"}:
+    if op.input is node and not op.inplace and op.name in _ELEMENTS:
         read_by = readers(user)
         return bool(read_by) and all(reads_metadata(reader, user) for reader in read_by)
     if op.name in ("type_as", "to", "view_as", "reshape_as", "expand_as"):

@@ -84,3 +84,14 @@ def one_group_of_keys_by_einsum(q: Any, k: Any, v: Any) -> Any:
 @form((2, 9, 4, 8), (2, 13, 2, 8), (2, 13, 2, 8), fused=0, reasons=("no-product",))
 def two_groups_of_keys_by_einsum(q: Any, k: Any, v: Any) -> Any:
     return by_groups(q, k, v)
+
+
+@form(*QKV)
+def products_of_linalg(q: Any, k: Any, v: Any) -> Any:
+    return torch.linalg.matmul(torch.linalg.matmul(q, k.mT).softmax(-1), v)
+
+
+@form((2, 9, 16), (2, 12, 16), fused=0, reasons=("in-between",))
+def weights_expanded_as_the_keys(q: Any, k: Any) -> Any:
+    weights = (q[:, :1] @ k.mT)[:, 0].softmax(-1)
+    return (weights.unsqueeze(-1).expand_as(k) * k).sum(1)

@@ -259,3 +259,67 @@ def scores_times_marks(q: Any, k: Any, v: Any, seen: Any) -> Any:
 def scores_times_twice_the_marks(q: Any, k: Any, v: Any, seen: Any) -> Any:
     b = marked(seen)
     return (scored(q, k) * (2 * b) - 1e4 * (1 - b)).softmax(-1) @ v
+
+
+@form(*QKV, (2, 4, 9, 8), fused=3)
+def scores_added_to_those_of_the_next_layer(q: Any, k: Any, v: Any, x: Any) -> Any:
+    """Uni-Mol adds them in place: the new ones are overwritten, not those that are added."""
+    scores, total = None, x
+    for _ in range(3):
+        made = scored(total + q, k)
+        if scores is not None:
+            made += scores
+        scores, total = made, made.softmax(-1) @ v
+    return total
+
+
+@form(*QKV, fused=0, reasons=("used-elsewhere",) * 2)
+def scores_that_the_next_layer_overwrites(q: Any, k: Any, v: Any) -> Any:
+    scores = scored(q, k)
+    x = scores.softmax(-1) @ v
+    scores += scored(x, k)
+    return scores.softmax(-1) @ v
+
+
+def of_a_mask_like(make: Any) -> Any:
+    """An attention whose mask is made by what `make` gives of the scores, of which it reads no value."""
+    return lambda q, k, v: (torch.triu(make(s := scored(q, k)), 1) + s).softmax(-1) @ v
+
+
+forms(*QKV, of=of_a_mask_like)(
+    mask_by_new=lambda s: s.new([-1e9]).expand(9, 9).clone(),
+    mask_by_new_of_a_size=lambda s: s.new(9, 9).fill_(-1e9),
+    mask_by_new_empty=lambda s: s.new_empty(9, 9).fill_(-1e9),
+    mask_like_data=lambda s: s.data.new_full((9, 9), -1e9),
+    mask_like_detached_scores=lambda s: torch.full_like(s.detach(), -1e9),
+    mask_of_the_size_of_data=lambda s: torch.full((s.data.shape[-1],) * 2, -1e9),
+)
+
+
+@form((3, 9, 8), (3, 9, 8), (3, 9, 8), fused=0, reasons=("in-between",))
+def softmax_written_into_the_scores(q: Any, k: Any, v: Any) -> Any:
+    """As optimised Stable Diffusion does it to save memory."""
+    scores = scored(q, k)
+    scores[:] = scores.softmax(-1)
+    return scores @ v
+
+
+@form((3, 9, 8), (3, 9, 8), (3, 9, 8), fused=0, reasons=("in-between",) * 2)
+def softmax_of_halves_written_into_the_scores(q: Any, k: Any, v: Any) -> Any:
+    scores = scored(q, k)
+    scores[1:] = scores[1:].softmax(-1)
+    scores[:1] = scores[:1].softmax(-1)
+    return scores @ v
+
+
+@form((2, 9, 16), (32, 16), (2, 4, 8, 8), fused=0, reasons=("no-product",))
+def heads_of_a_linear(x: Any, w: Any, v: Any) -> Any:
+    """Memory slots of several heads."""
+    return torch.nn.functional.linear(x, w).view(2, 9, 4, 8).transpose(1, 2).softmax(-1) @ v
+
+
+@form((2, 9, 12), (2, 9, 16), (1, 12), fused=0, reasons=("no-product",))
+def linear_of_rows_viewed_as_samples(x: Any, values: Any, w: Any) -> Any:
+    """Attention of image captioning (bottom-up, top-down)."""
+    weights = torch.nn.functional.linear(x.view(-1, 12), w).view(2, 9).softmax(1)
+    return torch.bmm(weights.unsqueeze(1), values)

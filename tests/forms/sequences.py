@@ -214,7 +214,7 @@ def hard_attention(x: Any) -> Any:
     return (hard - soft.detach() + soft) @ x
 
 
-@form((2, 9, 16), fused=0, reasons=("in-between",))
+@form((2, 9, 16), fused=0, reasons=("mask",))
 def renormalised(x: Any) -> Any:
     """Weights times a mask, and divided by their sum."""
     w = (x @ x.transpose(1, 2) * 0.25).softmax(-1)

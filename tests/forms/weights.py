@@ -320,3 +320,29 @@ def weights_in_a_band(x: Any, w: Any) -> Any:
     band = x.new_zeros(2, 9, 11)
     band.as_strided((2, 9, 3), (99, 12, 1)).copy_(F.linear(x, w).softmax(-1))
     return band.narrow(2, 1, 9) @ x
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(9, 9).tril()
+
+
+@form(*QKV)
+def weights_times_ones_where_a_key_is_seen(q: Any, k: Any, v: Any) -> Any:
+    seen = ones()
+    return (scored(q, k).masked_fill(seen == 0, -1e9).softmax(-1) * seen) @ v
+
+
+@form(*QKV)
+def weights_times_ones_of_each_head(q: Any, k: Any, v: Any) -> Any:
+    seen = (torch.eye(9) == 0).float()[None]
+    return (scored(q, k).masked_fill(seen == 0, -1e9).softmax(-1) * seen) @ v
+
+
+forms(*QKV, fused=0, reasons=("in-between",))(
+    weights_times_twos=lambda q, k, v: (
+        scored(q, k).masked_fill(ones() == 0, -1e9).softmax(-1) * (2 * ones())
+    ) @ v,
+    weights_times_a_learned_mask=(
+        lambda q, k, v, m: (scored(q, k).masked_fill(m == 0, -1e9).softmax(-1) * m) @ v, ones,
+    ),
+)  # fmt: skip

@@ -18,9 +18,10 @@ from ...graph.torch_ops import Op, dropout_p, read, value
 from ...operands import same_shape, tensor
 from ...reasons import Reason
 from .arrangement import Arrangement, Misplaced, is_view
-from .masks import Interpreter
+from .masks import Interpreter, is_one_or_zero
 from .no_product import WITHOUT_NUMPY, by_numpy
 from .normal_form import Attention, Term
+from .operands import Operand
 from .read_elsewhere import one_by_one
 from .structure import narrowed
 from .written_out import sums_at
@@ -125,8 +126,9 @@ def scaler(
     return op.name, seen, at.sizes(shape)
 
 
-def zeroed(op: Op, weights: fx.Node, number: Callable[[Any], float | None], at: Arrangement) -> Term | None:
+def zeroed(op: Op, weights: fx.Node, interpreter: Interpreter, at: Arrangement) -> Term | None:
     """`masked_fill(weights, condition, 0)`, `weights * seen.float()` and the like as a fill; or None."""
+    condition: Any = None
     if op.name == "masked_fill":
         condition, kept, fill, hides = op["mask"], op.input, op["value"], True
     elif op.name == "where":
@@ -134,19 +136,28 @@ def zeroed(op: Op, weights: fx.Node, number: Callable[[Any], float | None], at: 
         if fill is weights:
             kept, fill, hides = fill, kept, True
     elif op.name == "mul":
-        kept, condition = weights, op["other"] if op.input is weights else op.input
-        factor = read(condition)
-        if factor is not None and factor.name in torch_ops.CASTS:
-            condition = factor.input
-        fill, hides = 0.0, False  # what is no boolean is refused
-    else:
-        return None
+        condition = _of_ones(op["other"] if op.input is weights else op.input, interpreter)
+        kept, fill, hides = weights, 0.0, False
     mask, before, after = tensor(condition), tensor(weights), tensor(op.node)
-    if kept is not weights or mask is None or mask.dtype != torch.bool or fill is None or number(fill) != 0.0:
+    if mask is None or mask.dtype != torch.bool:
+        return None
+    if kept is not weights or fill is None or interpreter.number(fill) != 0.0:
         return None
     if before is None or after is None or not same_shape(before.shape, after.shape):
         return None
     return Term(at.seen(condition, before.shape), at.sizes(before.shape), fill=0.0, hides=hides)
+
+
+def _of_ones(factor: Any, interpreter: Interpreter) -> Any:
+    """Where a factor is 1, if it is a cast of a boolean tensor, or proved to be 1 or 0; None of others."""
+    op, operand = read(factor), Operand.of(factor)
+    if op is not None and op.name in torch_ops.CASTS:
+        factor = op.input
+    held = tensor(factor)
+    if operand is None or held is None or held.dtype == torch.bool:
+        return factor
+    takes_no_gradient = held.is_floating_point() and not held.requires_grad
+    return operand.then("bool") if takes_no_gradient and is_one_or_zero(interpreter.read(operand)) else None
 
 
 def without_column(op: Op, first: bool) -> fx.Node | None:

@@ -9,7 +9,7 @@ from torch import fx
 
 from ..._inductor import hint, is_body, known_true
 from ...fusion import Rejected
-from ...graph.torch_ops import ADDING, CASTS, NUMPY, PRODUCTS, VIEWS, Op, read
+from ...graph.torch_ops import ADDING, CASTS, NUMPY, PRODUCTS, TRANSPOSES, VIEWS, Op, read
 from ...operands import tensor
 from ...reasons import Reason
 
@@ -22,6 +22,7 @@ GIVEN = Reason.NO_PRODUCT(
     "the scores are an input of the graph: what computes them is in front of a graph break, or outside of "
     "the compiled function"
 )
+VIEWED = Reason.NO_PRODUCT("the scores are the result of a linear, viewed with other dims")
 WITHOUT_NUMPY = "write it with torch"
 #: How far a product is looked for, in nodes.
 REACH = 64
@@ -37,6 +38,8 @@ def between(op: Op, scores: torch.Tensor) -> Rejected:
         return Reason.IN_BETWEEN.rejected(
             f"the scores are computed by {numpy}, which is not read", WITHOUT_NUMPY
         )
+    if _is_viewed_linear(op):
+        return Rejected(VIEWED)
     source = read(op.input) if op.name == "sum" else None
     if source is not None and source.name == "mul":
         return Rejected(ELEMENTWISE)
@@ -59,6 +62,14 @@ def by_numpy(op: Op) -> str:
     """The operation of NumPy that `op` is, or whose result it converts; "" if there is none."""
     near = (op, *map(read, op.node.all_input_nodes[:1]))
     return next((each.name for each in near if each is not None and each.name.startswith(NUMPY)), "")
+
+
+def _is_viewed_linear(op: Op) -> bool:
+    """Whether an operation views the result of a linear."""
+    current: Op | None = op if op.name in VIEWS else None
+    while current is not None and current.name in VIEWS | TRANSPOSES | CASTS:
+        current = read(current.input)
+    return current is not None and current.name == "linear"
 
 
 def _norms_scores(op: Op) -> bool:

@@ -117,7 +117,7 @@ class _Walk:
         if masked is not None and len(users) == 3 and self.number(masked[1]) == 0.0:
             self.beside |= {*users[:2]}
         elif len(users) == 2 and fill is not None and fill.name in ("masked_fill", "where"):
-            zeroed = epilogue.zeroed(fill, self.node, self.number, self.at)
+            zeroed = epilogue.zeroed(fill, self.node, self.interpreter, self.at)
             if zeroed is None or not zeroed.hides:
                 return False
             self.node = fill.node
@@ -160,7 +160,7 @@ class _Walk:
                 raise epilogue.between(op, node)
             raise Reason.OVERWRITTEN.rejected(f"{op.name}_ overwrites the attention weights")
         scaler = epilogue.scaler(op, node, at, self.interpreter)
-        zeroed = epilogue.zeroed(op, node, self.number, at) if scaler is None else None
+        zeroed = epilogue.zeroed(op, node, self.interpreter, at) if scaler is None else None
         if scaler is None and zeroed is None and (site.sink is None or self.dropped):
             scaler = epilogue.scaler(op, node, at, self.interpreter, by_keys=True)
         if scaler is not None:

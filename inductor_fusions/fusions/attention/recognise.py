@@ -39,7 +39,8 @@ from .written_out import SOFTMAXES, Softmax, divided, softmax_at, weights_of
 _BETWEEN = CASTS | COPIES | VIEWS | SPLITS | torch_ops.TRANSPOSES | {
     "dropout", "mul", "div", "add", "expand", "where", "masked_fill", "getitem", "slice", "narrow",
     "nan_to_num", "mean", "getattr", "sub", "neg", "conv1d", "conv2d", "conv3d", "cat", "stack", "pad",
-    "scatter", "topk", "max", "select", "native_dropout", "repeat", "repeat_interleave",
+    "scatter", "topk", "max", "select", "native_dropout", "repeat", "repeat_interleave", "expand_as",
+    "broadcast_to",
 }  # fmt: skip
 
 #: Operations that take single weights, each of which multiplies a value of its own in a loop.
@@ -98,8 +99,9 @@ def reaches_product(
                 return True
             if op.name == "sum" and (_is_wider(node, start) or _is_weighted(op, start)):
                 return True
-            if op.name == "copy" and op.rest[1:2] == (node,):  # such as the band of a convolution as a matrix
-                whole = memory_chain(op.rest[0])[-1]
+            target = _written_with(op, node)  # such as the band of a convolution as a matrix
+            if target is not None:
+                whole = memory_chain(target)[-1]
                 seen.add(whole)
                 frontier.append(whole)
             if op.name in _PARTS or node in parts:
@@ -109,6 +111,13 @@ def reaches_product(
                 frontier.append(user)
     sums = [op for node in parts if (op := read(node)) is not None and op.name == "add"]
     return any({op.input, op["other"]} <= parts and _is_wider(op.node, start) for op in sums)
+
+
+def _written_with(op: torch_ops.Op, value: fx.Node) -> fx.Node | None:
+    """What an operation copies a value into, whole or in part."""
+    place = {"copy": 1, "setitem": 2}.get(op.name, 0)
+    target = op.rest[0] if place and op.rest[place : place + 1] == (value,) else None
+    return target if isinstance(target, fx.Node) else None
 
 
 def _factors(op: torch_ops.Op) -> tuple[Any, ...]:
@@ -298,7 +307,7 @@ def _partners(
         said = Reason.USED_ELSEWHERE(f"the scores are {read_by_other(reader)}")
         if above.writes_by_view is not None:
             said = Reason.OVERWRITTEN(f"{above.writes_by_view.name} overwrites the scores")
-        partners = _softmaxes_behind(reader)
+        partners = _softmaxes_behind(reader, above.held)
         if not partners or softmax in partners or above.writes_by_view is not None:
             raise Rejected(said)
         found += [each for each in partners if each not in (*beside, *found)]
@@ -332,17 +341,19 @@ def _take_apart(site: Attention) -> None:
         site.terms[place] = replace(term, node=operand, lead=site.lead)
 
 
-def _softmaxes_behind(node: fx.Node) -> list[fx.Node]:
-    """The softmaxes that alone read what an operation makes of scores, through others of its kind."""
+def _softmaxes_behind(node: fx.Node, held: Collection[fx.Node]) -> list[fx.Node]:
+    """The softmaxes that alone read what an operation makes of scores, through others of its kind.
+
+    Args:
+        held: what holds the scores. They may be added in place to others, but nothing may be added to them.
+    """
     found, waiting = list[fx.Node](), [node]
     for each in waiting:
         op, read_by = read(each), readers(each)
-        if (
-            op is None
-            or not read_by
-            or (op.inplace and op.name != "masked_fill")
-            or len(waiting) > _MOST_BEHIND
-        ):
+        if op is None or not read_by or len(waiting) > _MOST_BEHIND:
+            return []
+        into_others = op.name in ("add", "sub") and op.input not in (*held, *waiting)
+        if op.inplace and op.name != "masked_fill" and not into_others:
             return []
         if op.name in SOFTMAXES:
             found.append(each)

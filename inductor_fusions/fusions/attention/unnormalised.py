@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from ..._inductor import known_true
+from ...effects.writes import storage, written
 from ...fusion import Candidate, Rejected, Reported
 from ...graph.dims import is_transposed
 from ...graph.einsum import equation_of, operands
@@ -76,7 +77,8 @@ def without_softmax(node: fx.Node) -> Candidate | None:
         # A matrix that mixes heads, or keys, is not one of values for each sample.
         many = name == _SCALE or (made is not None and made.dim() > 2)
         mixes = many and (held is None or held.dim() < 3)
-        if name and not mixes and (channels_first or not values_turned):
+        plain = name and not mixes and (channels_first or not values_turned)
+        if plain and not _gets_softmax(weights):
             why = Reason.IN_BETWEEN.rejected(
                 f"{name}, and no softmax, is between the product of q and k and the product with v",
                 "nothing: fused kernels compute the softmax of the scores",
@@ -177,6 +179,13 @@ def _is_of_concatenated(node: Any) -> bool:
     whole = made is not None and known_true(product(made.shape) == product(weights.shape))
     single = matrix is not None and known_true(matrix.shape[0] == 1)
     return whole and single and source is not None and source.name == "cat"
+
+
+def _gets_softmax(scores: fx.Node) -> bool:
+    """Whether a softmax is written into the memory of scores, and has a site of its own."""
+    own = storage(scores)
+    writers = [each for each in scores.graph.nodes if own in map(storage, written(each))]
+    return own is not None and any(_is_softmax(each) for by in writers for each in by.all_input_nodes)
 
 
 def _is_softmax(node: Any) -> bool:

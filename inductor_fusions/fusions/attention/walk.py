@@ -50,7 +50,7 @@ class Walk:
 
     Attributes:
         readers: nodes that read the shape or dtype of the scores, not their values.
-        others: what else reads the scores.
+        held, others: what holds the scores, and what else reads them.
         beside: nodes that read the scores and are part of the softmax, or hold a number for each row, such as
             the largest score, that is subtracted: a softmax does not see that.
         maxima: those that hold the largest score of each row.
@@ -64,9 +64,8 @@ class Walk:
     ) -> None:
         self.interpreter, self.merged, self.number = interpreter, merged, interpreter.number
         self.readers: list[fx.Node] = []
-        self.others: list[fx.Node] = []
-        self.beside: set[fx.Node] = set()
-        self.maxima: set[fx.Node] = set()
+        self.held, self.others = set[fx.Node](), list[fx.Node]()
+        self.beside, self.maxima = set[fx.Node](), set[fx.Node]()
         self.logsumexp = logsumexp
         self.shifts_cancel = logsumexp is None
         #: Nodes that write to the scores, and nodes that read them afterwards.
@@ -86,6 +85,7 @@ class Walk:
         op, scores = read(node), tensor(node)
         if op is None or scores is None or scores.dim() < 2:
             raise at_the_top(node)
+        self.held.add(op.node)
         self._steps += 1
         if self._steps > MOST_STEPS:
             raise Reason.IN_BETWEEN.rejected(
@@ -309,7 +309,7 @@ class Walk:
         above = below.at.viewed(after.shape, before.shape)
         if above is None:
             if not has_product(op.node, after):
-                raise Rejected(NO_PRODUCT)
+                raise between(op, after)
             raise Misplaced(Reason.IN_BETWEEN(f"{op.name} reshapes the query or key dim of the scores"))
         return self.up(op, op.input, replace(below, at=above))
 

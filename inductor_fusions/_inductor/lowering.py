@@ -88,6 +88,8 @@ def lower_as(compute: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         return tuple(found) if isinstance(found, list) else (found,)
 
     traced = trace_decomposed(of_tensors, [flat[i] for i in places], virtualized.fake_mode)
+    for node in traced.graph.output_node().all_input_nodes:
+        node.meta["dislike_padding"] = True  # the caller may see it, behind a view
     values = pytree.tree_leaves(list(arguments))
     found = list(lowering.process_subgraph_nodes(traced, [values[i] for i in places]))
     return found if isinstance(virtualized.graph.current_node.meta["val"], (list, tuple)) else found[0]

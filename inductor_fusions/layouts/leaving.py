@@ -27,6 +27,7 @@ from ..effects.modes import name_of
 from ..effects.writes import is_opaque, may_alias, memory, memory_chain, written
 from ..graph.builder import Builder
 from ..graph.facts import change
+from ..graph.products import is_pointwise
 from ..operands import is_row_major, tensor
 from .copies import EVEN, OWN, dense_order
 
@@ -44,6 +45,11 @@ _STRIDED = frozenset(
     "as_strided stride storage_offset data_ptr is_contiguous unfold resize resize_as set "
     "untyped_storage".split()
 )
+
+#: Operations whose results keep the order of the dims of their operand in memory.
+_SUMS = (torch.ops.aten.sum.dim_IntList, torch.ops.aten.mean.dim)
+#: How many values are followed from a gradient to what computes it.
+_MOST_STEPS = 64
 
 
 def release(graph: fx.Graph) -> None:
@@ -64,10 +70,11 @@ def release(graph: fx.Graph) -> None:
 
 
 def lay_out_gradients(graph: fx.Graph) -> None:
-    """Make gradients contiguous that leave a backward as views of what that of a fused operation wrote.
+    """Make gradients contiguous that leave a backward in the order in memory that a fused operation wrote.
 
     The kernels of SDPA write them in the order (batch, queries, heads, head dim). Those of an unfused
     attention are results of products, and an `autograd.Function` of the caller may call `view` on them.
+    Inductor fuses the copy into operations behind the kernel, element by element.
     """
     if not _inductor.is_backward(graph):
         return
@@ -83,9 +90,18 @@ def lay_out_gradients(graph: fx.Graph) -> None:
 
 
 def _is_of_ours(node: fx.Node) -> bool:
-    """Whether a value is, or views, one of several results of an operation that a fusion made."""
-    made = memory_chain(node)[-1]
-    return made.target is operator.getitem and tags.is_ours(made.all_input_nodes[0])
+    """Whether a value has the order in memory of one of several results of an operation that a fusion made.
+
+    It is that result, a view or a sum of it, or computed element by element from it.
+    """
+    waiting = [node]
+    for each in waiting:
+        made = memory_chain(each)[-1]
+        if made.target is operator.getitem and tags.is_ours(made.all_input_nodes[0]):
+            return True
+        if len(waiting) < _MOST_STEPS and (is_pointwise(made) or made.target in _SUMS):
+            waiting += [operand for operand in made.all_input_nodes if operand not in waiting]
+    return False
 
 
 def _depends_on_data(value: torch.Tensor | None) -> bool:

@@ -291,21 +291,32 @@ class Doubled(torch.autograd.Function):
         return (dy.view(-1, dy.shape[-1]) * 2.0).view(dy.shape)
 
 
-@pytest.mark.parametrize("shape", [(2, 13, 16), (2, 3, 13, 16)], ids=["3-D", "4-D"])
-def test_the_caller_views_gradients(shape: tuple[int, ...], fresh_cache: None) -> None:
-    """They are contiguous, as those of products are; SDPA writes them in another order."""
+def spelled(q: Any, k: Any, v: Any) -> Any:
+    scores = torch.einsum("...qd,...kd->...qk", q, k) * 0.3
+    return (scores - scores.amax(-1, keepdim=True).detach()).softmax(-1) @ v
 
-    def fn(q: Any, k: Any, v: Any) -> Any:
-        scores = torch.einsum("...qd,...kd->...qk", q, k) * 0.3
-        return (scores - scores.amax(-1, keepdim=True).detach()).softmax(-1) @ v
+
+VIEWED: dict[str, Callable[..., Any]] = {
+    "the kernel's": spelled,
+    "scaled": lambda q, k, v: spelled(q * 0.3, k.exp(), v * v.detach().sum(-1, keepdim=True)),
+    "of one tensor": lambda q, k, v: spelled(q, q, q) + k + v,
+    "summed": lambda q, k, v: spelled(q, k.expand(2, *k.shape[1:]), v.expand(2, *v.shape[1:])),
+}
+
+
+@pytest.mark.parametrize("name", VIEWED)
+@pytest.mark.parametrize("shape", [(2, 13, 16), (2, 3, 13, 16)], ids=["3-D", "4-D"])
+def test_the_caller_views_gradients(shape: tuple[int, ...], name: str, fresh_cache: None) -> None:
+    """They are contiguous, as those of products are; SDPA writes them in another order."""
 
     def gradients(call: Callable[..., Any]) -> Any:
         q, k, v = inputs
         return torch.autograd.grad(call(Doubled.apply(q), k, Doubled.apply(v)).square().sum(), inputs)
 
-    inputs = [torch.randn(shape, requires_grad=True) for _ in "qkv"]
+    of_one = (1, *shape[1:]) if name == "summed" else shape
+    inputs = [torch.randn(size, requires_grad=True) for size in (shape, of_one, of_one)]
     with config.patch(policy="always"), reporting.isolated() as sites:
-        found = gradients(torch.compile(fn))
+        found = gradients(torch.compile(VIEWED[name]))
     assert [site.verdict for site in sites] == ["fused"]
-    for ours, eager in zip(found, gradients(fn), strict=True):
+    for ours, eager in zip(found, gradients(VIEWED[name]), strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-3)

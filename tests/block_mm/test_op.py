@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from inductor_fusions import ops
@@ -96,6 +97,19 @@ def test_compiled_on_the_cpu() -> None:
 
     for ours, eager in zip(torch.compile(fn)(x, w, v, c), fn(x, w, v, c), strict=True):
         torch.testing.assert_close(ours, eager)
+
+
+def test_strides_of_a_view_without_a_kernel() -> None:
+    """Of products in the kernel's place, whose rows Inductor may pad where nobody sees them."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ops.block_mm([x, x], [w, v], activations=["silu", ""], gated=True)[0].view(2, 4, 1030)
+
+    args = torch.randn(8, 64), torch.randn(64, 1030), torch.randn(64, 1030)
+    with inductor_config.patch(disable_padding_cpu=False, force_disable_caches=True):
+        found = torch.compile(fn)(*args)
+    assert found.stride() == fn(*args).stride() == (4120, 1030, 1)
+    torch.testing.assert_close(found, fn(*args))
 
 
 @pytest.mark.parametrize("first", [

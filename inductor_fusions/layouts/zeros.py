@@ -19,7 +19,7 @@ aten = torch.ops.aten
 #: Operations whose result is 0 if the first operand is.
 _OF_ONE = (aten.view.default, aten.reshape.default, aten.expand.default, aten.permute.default,
            aten.transpose.int, aten.clone.default, aten._unsafe_view.default,
-           torch.ops.prims.convert_element_type.default)  # fmt: skip
+           aten._to_copy.default, torch.ops.prims.convert_element_type.default)  # fmt: skip
 #: Operations whose result is 0 if one of two operands is. In these zeros NaN and infinity do not count: those
 #: of the same operands are in the result that the zeros are added to.
 _PRODUCTS = (aten.mul.Tensor, aten.mm.default, aten.bmm.default)
@@ -32,16 +32,13 @@ def drop(graph: fx.Graph) -> None:
     may be kept for the backward.
     """
     zeros: set[fx.Node] = set()
-    sums: list[tuple[fx.Node, fx.Node]] = []
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         if node.op != "call_function" or not tags.is_ours(node):
             continue
         if _is_zero(node, zeros):
             zeros.add(node)
         elif node.target is aten.add.Tensor and not node.kwargs and not zeros.isdisjoint(node.args):
-            sums.append((node, node.args[1] if node.args[0] in zeros else node.args[0]))
-    for node, value in sums:
-        _replace(node, value)
+            _replace(node, node.args[1] if node.args[0] in zeros else node.args[0])
 
 
 def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:

@@ -122,7 +122,7 @@ def _of_hand_written(problem: Problem, fits: tuple[str, ...]) -> KernelChoice:
         raise Reason.NO_KERNEL.left_to_stock(
             f"no fused kernel supports this attention, because of {_why_math(problem)}"
         )
-    verdict = _measured(problem, fits)
+    verdict = _measured(problem, fits, empty_rows.bytes_beside(problem))
     if verdict.kernel is None:
         raise LeftToStock(verdict.reason, "INDUCTOR_FUSIONS_POLICY=always fuses whatever is proved")
     return _choice(verdict.kernel, problem, _note(verdict))
@@ -196,8 +196,12 @@ def _choice(kernel: str, problem: Problem, note: str = "") -> KernelChoice:
     return KernelChoice(kernel, problem, grouped, _text(problem, grouped, kernel) + note)
 
 
-def _measured(problem: Problem, candidates: tuple[str, ...]) -> decisions.Decision:
-    """The decision by measurements, for the class of the mask, else for its shape."""
+def _measured(problem: Problem, candidates: tuple[str, ...], beside: int = 0) -> decisions.Decision:
+    """The decision by measurements, for the class of the mask, else for its shape.
+
+    Args:
+        beside: as in `decisions.attention`; nothing for a call of SDPA, which keeps SDPA's rows.
+    """
     suffix = "_grad" if problem.mask_learns else ""
     biased = problem.structure is not None and bool(problem.structure.biases)
     names = [problem.flex_kind] if _is_sparse(problem) else []
@@ -219,7 +223,7 @@ def _measured(problem: Problem, candidates: tuple[str, ...]) -> decisions.Decisi
             candidates=candidates,
             tf32=problem.q.value.device.type == "cuda" and may_use_tf32(),
             heads=hint(problem.q.shape[1]),
-            beside=empty_rows.bytes_beside(problem),
+            beside=beside,
         )
         if verdict.known:
             break

@@ -69,10 +69,10 @@ def attention(
 
 
 def _slowed(found: Decision, row: Row, beside: int) -> Decision:
-    """A decision for a kernel with more kernels beside it."""
+    """A decision for a kernel with more kernels beside it, whose times are estimated."""
     gain, lower = (slowed(row, speedup, beside) for speedup in (found.gain, found.lower))
     if gain >= MARGIN and lower >= 1:
-        return replace(found, gain=gain, lower=lower)
+        return replace(found, source="estimated" if found.measured else found.source, gain=gain, lower=lower)
     reason = Reason.NOT_FASTER(
         "not expected to be faster than stock at this shape beside the gradient of fully masked rows"
     )

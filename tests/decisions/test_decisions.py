@@ -285,7 +285,8 @@ def test_kernels_beside_an_attention_count(shelf: Callable[..., None]) -> None:
     assert left.kernel is None and code_of(left.reason) == "not-faster" and "fully masked" in left.reason
     large = {"batch_heads": 2 * 512, "q_len": 512, "kv_len": 512}
     assert verdict(("sdpa", "short"), **large, beside=1).kernel == "sdpa"
-    assert 1.6 < verdict(("sdpa",), **large, beside=1).gain < 1.8
+    slower = verdict(("sdpa",), **large, beside=1)
+    assert 1.6 < slower.gain < 1.8 and slower.source == "estimated", "the kernels beside it are not measured"
     assert verdict(("sdpa",), **large, beside=10**11).kernel is None, "that much is read and written"
 
 

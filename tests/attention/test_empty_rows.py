@@ -321,14 +321,33 @@ def test_a_mask_that_hides_no_row_costs_nothing() -> None:
     assert not run.calls("amax")
 
 
-def test_gradients_cost_no_product_in_the_forward() -> None:
+def repeated(q, k, v, mask):
+    """Two queries share a key."""
+    k, v = (t[:, :1].expand(-1, H, -1, -1) for t in (k, v))
+    return with_mask(q, k, v, mask)
+
+
+NO_PRODUCTS: dict[str, Callable[..., Any]] = {
+    "that leaves": with_mask,
+    "of grouped heads": repeated,
+    "in front of a product": lambda q, k, v, mask: (
+        with_mask(q, k, v, mask).transpose(1, 2).flatten(2) @ v[0].transpose(0, 1).flatten(1).mT
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_PRODUCTS)
+def test_gradients_cost_no_product_in_the_forward(name: str) -> None:
     """Zeros carry the gradient of fully masked rows into k; nothing computes them."""
+    fn, inputs = NO_PRODUCTS[name], given()
     with config.patch(policy="always", strict=True):
-        fn = torch.compile(with_mask, fullgraph=True)
+        compiled = torch.compile(fn, fullgraph=True)
         with torch._inductor.config.patch(force_disable_caches=True):
-            _, (forward, backward) = run_fw_bw_and_get_code(lambda: fn(*given()))
-    assert "extern_kernels.bmm(" not in forward and "_scaled_dot_product" in forward
+            out, (forward, backward) = run_fw_bw_and_get_code(lambda: compiled(*inputs))
+    assert "_scaled_dot_product" in forward and "extern_kernels.bmm(" not in forward
+    assert forward.count("extern_kernels.mm(") == (name == "in front of a product")
     assert backward.count("extern_kernels.bmm(") == 2
+    torch.testing.assert_close(out, fn(*inputs), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("how", ["added", "filled", "one row"])

@@ -346,3 +346,10 @@ forms(*QKV, fused=0, reasons=("in-between",))(
         lambda q, k, v, m: (scored(q, k).masked_fill(m == 0, -1e9).softmax(-1) * m) @ v, ones,
     ),
 )  # fmt: skip
+
+
+@form(*QKV, fused=0, reasons=("mask",))
+def normalised_behind_a_causal_mask(q: Any, k: Any, v: Any) -> Any:
+    """No row is empty, and the scores are not masked."""
+    weights = scored(q, k).softmax(-1).masked_fill(ones() == 0, 0)
+    return (weights / weights.sum(-1, keepdim=True)) @ v

@@ -94,9 +94,9 @@ def check_sum(site: Attention, bounded: bool) -> None:
     """Refuse weights whose sum is not 1 where a query sees a key, or 0 elsewhere without a bound above 0."""
     if site.behind or site.dropout or site.sink is not None or site.drops_nan:
         raise Reason.IN_BETWEEN.rejected("the weights are divided by their sum, which is not 1")
-    if site.zeroed is not None and not bounded:
+    if site.zeroed is not None and not bounded and site.terms:
         raise Reason.EMPTY_ROWS.rejected(
-            "a fully masked row of weights is divided by its sum of 0",
+            "a row of weights may be fully masked, and is then divided by its sum of 0",
             "weights.sum(-1, keepdim=True).clamp(min=1e-9)",
         )
 

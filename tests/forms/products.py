@@ -95,3 +95,26 @@ def products_of_linalg(q: Any, k: Any, v: Any) -> Any:
 def weights_expanded_as_the_keys(q: Any, k: Any) -> Any:
     weights = (q[:, :1] @ k.mT)[:, 0].softmax(-1)
     return (weights.unsqueeze(-1).expand_as(k) * k).sum(1)
+
+
+#: Queries and keys of (q or 1, 9 and 8, 11 and 8), values that differ where they do not.
+REPEATED = {
+    "weights_of_tied_rows": ((2, 1, 4, 9, 8), (2, 1, 4, 11, 8), (2, 3, 4, 11, 8)),
+    "several_matrices_of_values": ((9, 8), (11, 8), (3, 5, 11, 8)),
+    "values_of_more_heads": ((2, 1, 9, 8), (2, 1, 11, 8), (2, 5, 11, 6)),
+    "values_of_more_samples": ((1, 5, 9, 8), (1, 5, 11, 8), (2, 5, 11, 6)),
+    "values_of_more_samples_and_one_head": ((1, 5, 9, 8), (1, 5, 11, 8), (2, 1, 11, 6)),
+}
+for name, shapes in REPEATED.items():
+    form(*shapes, name=name)(lambda q, k, v: scored(q, k).softmax(-1) @ v)
+
+
+@form(*QKV[:2], (2, 3, 4, 9, 8))
+def weights_of_all_rows(q: Any, k: Any, v: Any) -> Any:
+    """RoseTTAFold: tied rows of an alignment have the same weights."""
+    return scored(q, k).softmax(-1).unsqueeze(1) @ v
+
+
+@form((2, 1, 9, 8), (2, 1, 11, 8), (2, 5, 11, 6), fused=0, reasons=("shapes",))
+def repeated_weights_behind_the_values(q: Any, k: Any, v: Any) -> Any:
+    return v.mT @ scored(q, k).softmax(-1).mT

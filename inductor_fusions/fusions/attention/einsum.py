@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import string
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..._inductor import known_true
-from ...graph.einsum import Equation, equation
+from ...graph.einsum import Equation, equation, equation_of
 from ...graph.torch_ops import Op
 from ...operands import tensor
 from ...reasons import Reason
@@ -36,9 +39,41 @@ def queries_and_keys(op: Op, at: Arrangement) -> tuple[Operand, Operand]:
     )
 
 
-def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[Any, ...], tuple[int, ...]]:
-    """The values of an einsum with the weights, and its result: as (*lead, *queries, *dim), and permuted."""
-    found = equation(op)
+def of_repeated(op: Op, weights: fx.Node) -> Equation | None:
+    """The equation of a product of matrices that repeats the weights along leading dims of the values.
+
+    Such a dim is part of the values, and a dim of the weights of size 1 in its place is another one. None of
+    other products.
+    """
+    found, whole = equation_of(op) if op.name == "matmul" else None, tensor(weights)
+    if found is not None and found.left is not weights:
+        found = found.turned()
+    held = None if found is None else tensor(found.right)
+    if found is None or found.left is not weights or whole is None or held is None:
+        return None
+    spare = (c for c in string.ascii_letters if c not in found.first + found.second)
+    alike = zip(found.first, whole.shape, strict=True)
+    first = "".join(
+        next(spare) if c in found.result and known_true(size == 1) and _is_longer(c, found, held) else c
+        for c, size in alike
+    )
+    repeated = set(found.result) & set(found.second) - set(first)
+    return replace(found, first=first) if len(repeated) > 1 else None
+
+
+def _is_longer(letter: str, found: Equation, held: torch.Tensor) -> bool:
+    place = found.second.find(letter)
+    return place >= 0 and not known_true(held.shape[place] == 1)
+
+
+def values(
+    op: Op, found: Equation, weights: fx.Node, at: Arrangement
+) -> tuple[Operand, tuple[Any, ...], tuple[int, ...]]:
+    """The values of an einsum with the weights, and its result: as (*lead, *queries, *dim), and permuted.
+
+    Args:
+        found: the equation of `op`. Letters of the weights alone, of size 1, are the last dims of the result.
+    """
     if found.left is found.right:
         raise Reason.NO_PRODUCT.rejected("the attention weights are multiplied by themselves")
     if found.left is not weights:
@@ -49,6 +84,7 @@ def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[An
     dropped = set(found.first) | _of_size_1(found)
     free = "".join(c for c in found.second if c not in dropped)
     natural = lead + rows + free
+    ones = "".join(c for c in lead if c in _of_size_1(found))
     over_columns = set(columns) <= set(found.second) and not set(columns) & set(found.result)
     if rows and over_columns and set(rows) <= set(found.second) & set(found.result):
         raise Misplaced(OWN_VALUES)
@@ -58,7 +94,7 @@ def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[An
         not free
         or set(columns) - set(found.second)
         or set(rows) & set(found.second)
-        or set(found.result) != set(natural)
+        or {*found.result, *ones} != set(natural)
     ):
         raise Misplaced(Reason.NO_PRODUCT(f"{found.text} is not a product of weights and values"))
     if op["bias"] is not None:
@@ -68,7 +104,7 @@ def values(op: Op, weights: fx.Node, at: Arrangement) -> tuple[Operand, tuple[An
     shape = [whole.shape[found.first.index(c)] for c in lead + rows]
     shape += [held.shape[found.second.index(c)] for c in free]
     value = _arranged(found.right, found.second, (lead, columns, free))
-    return value, tuple(shape), tuple(natural.index(c) for c in found.result)
+    return value, tuple(shape), tuple(natural.index(c) for c in found.result + ones)
 
 
 def _of_size_1(found: Equation) -> set[str]:

@@ -209,7 +209,6 @@ def _measured(problem: Problem, candidates: tuple[str, ...], beside: int = 0) ->
         names = []  # its rows are of SDPA that is told so, and takes no bias then
     if "row_bias" in candidates and biased:
         names.insert(0, f"alibi {problem.flex_kind}")
-    several = len(problem.results) > 1
     for name in dict.fromkeys([*names, problem.mask_kind]):
         verdict = decisions.attention(
             device=problem.q.value.device,
@@ -219,7 +218,7 @@ def _measured(problem: Problem, candidates: tuple[str, ...], beside: int = 0) ->
             batch_heads=hint(problem.q.shape[0] * problem.q.shape[1]),
             q_len=hint(problem.q.shape[2]),
             kv_len=hint(problem.k.shape[2]),
-            head_dim=max(hint(problem.q.shape[3]), hint(problem.v.shape[3]) if several else 0),
+            head_dim=max(hint(problem.q.shape[3]), hint(problem.v.shape[3])),
             candidates=candidates,
             tf32=problem.q.value.device.type == "cuda" and may_use_tf32(),
             heads=hint(problem.q.shape[1]),

@@ -16,6 +16,7 @@ from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
 from ...graph.dims import reduced
+from ...graph.einsum import equation
 from ...graph.torch_ops import PRODUCTS, Op, read, reads_metadata, value
 from ...operands import same_shape, tensor
 from ...reasons import Reason
@@ -205,8 +206,9 @@ def _result(op: Op, node: fx.Node, at: Arrangement, k: Operand) -> Result:
         raise Reason.OVERWRITTEN.rejected("the product with v writes to a given tensor (out=)")
     weights, made = tensor(node), tensor(op.node)
     assert weights is not None and made is not None
-    if op.name in torch_ops.EQUATIONS:
-        v, shape, dims = einsum.values(op, node, at)
+    found = equation(op) if op.name in torch_ops.EQUATIONS else einsum.of_repeated(op, node)
+    if found is not None:
+        v, shape, dims = einsum.values(op, found, node, at)
         result = Result(op.node, v, at.sizes(weights.shape), shape, dims)
     else:
         result = _matrices(op, node, at, k)

@@ -127,7 +127,7 @@ def heads_mixed_by_linears(q: Any, k: Any, v: Any, w: Any, b: Any) -> Any:
     return mixed(mixed(scored(q, k)).softmax(-1)) @ v
 
 
-@form((2, 9, 8), (2, 9, 8), (2, 4, 9, 8), fused=0, reasons=("broadcast",))
+@form((2, 9, 8), (2, 9, 8), (2, 4, 9, 8))
 def one_map_for_all_heads(q: Any, k: Any, v: Any) -> Any:
     return (q @ k.mT).softmax(-1)[:, None] @ v
 

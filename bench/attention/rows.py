@@ -123,7 +123,7 @@ def cuda_rows() -> list[Row]:
     masks = ["none", "causal", "pad", "bias", "bias_full", "bias_batch", "bool4d"]
     rows += rows_of(wide, masks, "float32", [False])
     rows += rows_of([(1, 16, 2048, 64), (8, 8, 1024, 32)], ["causal"], "float32", [True])
-    return list(dict.fromkeys(rows + few_queries_or_keys() + neighbours()))
+    return list(dict.fromkeys(rows + few_queries_or_keys() + neighbours() + cross_attention()))
 
 
 def neighbours() -> list[Row]:
@@ -151,6 +151,29 @@ def neighbours() -> list[Row]:
     decode = [(4, 32, 4096, 128), (4, 32, 8192, 128), (1, 32, 4096, 128)]
     rows += rows_of(decode, ["none", "pad"], trains=[False], kv_heads=8, q_len=1)
     return rows + rows_of([(2, 16, 4096, 64), (4, 16, 8192, 64)], ["none", "pad"], trains=[False], q_len=1)
+
+
+def cross_attention() -> list[Row]:
+    """Queries beside a longer or shorter sequence of keys: learned queries, decoders, captions."""
+    # (batch, heads, keys, head_dim) by the number of queries
+    shapes: dict[int, list[Shape]] = {
+        32: [(32, 12, 257, 64)],
+        64: [(16, 16, 1088, 64), (4, 8, 4096, 64)],
+        100: [(8, 8, 1050, 32)],
+        128: [(64, 8, 512, 64)],
+        256: [(8, 8, 4096, 64), (32, 12, 1024, 64)],
+        448: [(8, 12, 1500, 64)],
+        512: [(2, 8, 8192, 64)],
+        1024: [(8, 20, 77, 64), (16, 16, 64, 64)],
+        4096: [(8, 10, 77, 64), (8, 8, 256, 64)],
+    }
+    rows: list[Row] = []
+    for queries, some in shapes.items():
+        rows += rows_of(some, ["none", "pad"], q_len=queries)
+    for queries, some in shapes.items():
+        rows += rows_of(some[:1], ["bias"], q_len=queries)
+        rows += rows_of(some[:1], ["none", "pad"], "float32", [False], q_len=queries)
+    return rows
 
 
 def few_queries_or_keys() -> list[Row]:

@@ -40,7 +40,7 @@ def same(row: Mapping[str, Any]) -> tuple[Hashable, ...]:
     # beside many keys have hardly more scores than k and v have elements. In the backward, tiles are of keys.
     tiled = min(row["q_len"], row["kv_len"] if row["train"] else row["q_len"])
     longest = max(row["q_len"], row["kv_len"])
-    few = row["q_len"] <= FEW_QUERIES or (tiled <= BLOCK // 4 and longest >= BLOCK)
+    few = row["q_len"] <= FEW_QUERIES or (tiled <= BLOCK // 2 and longest >= 2 * BLOCK)
     mask = "bias" if row["mask"] in BIASES else row["mask"]
     return half(row["dtype"]), mask, row["train"], wide, few, row.get("tf32", False)
 

@@ -84,7 +84,7 @@ def reduced(op: Op) -> tuple[tuple[int, ...] | None, bool]:
     value, dim, keeps = tensor(op.input), op["dim"], op["keepdim"]
     if op.name == "max" and dim is None:  # x.max(-1, True)
         dim, keeps = op["other"], op.rest[0] if op.rest else keeps
-    if dim is None and op.name in ("softmax", "log_softmax") and value is not None:
+    if dim is None and op.name in ("softmax", "log_softmax", "softmin") and value is not None:
         dim = 0 if value.dim() in (0, 1, 3) else 1  # the implicit dim of functional calls, deprecated
     if dim is None:
         return None, bool(keeps)

@@ -61,7 +61,7 @@ def equation_of(op: Op) -> Equation | None:
 
 
 def equation(op: Op) -> Equation:
-    """The equation of an einsum, a tensordot, a product of matrices, or a linear without its bias.
+    """The equation of an einsum, tensordot, inner product, product of matrices, or linear without its bias.
 
     What is added to a product is left out. Operands of a product of matrices are those in front of a
     permutation.
@@ -72,7 +72,7 @@ def equation(op: Op) -> Equation:
     """
     if op.name in _OF_MATRICES:
         return _of_matrices(op)
-    if op.name in ("tensordot", "linear"):
+    if op.name in ("tensordot", "linear", "inner"):
         return _of_dims(op)
     if op.name != "einsum":
         raise Reason.NO_PRODUCT.rejected(f"{op.name} is not a product of two tensors")
@@ -146,8 +146,8 @@ def _of_dims(op: Op) -> Equation:
     """The equation of a product that names the dims that it sums over."""
     left, right = op.input, op["weight"] if op.name == "linear" else op["other"]
     one, other = tensor(left), tensor(right)
-    dims = ([-1], [-1]) if op.name == "linear" else op["dims"]
-    if one is None or other is None:
+    dims = op["dims"] if op.name == "tensordot" else ([-1], [-1])
+    if one is None or other is None or not (one.dim() and other.dim()):
         raise Reason.NO_PRODUCT.rejected(f"{op.name} is not a product of two tensors")
     if dims is None or isinstance(dims, int):
         count = 2 if dims is None else dims

@@ -35,7 +35,7 @@ _BY_ARGUMENTS = {
     "to type_as type _to_copy convert_element_type float half bfloat16 double bool int long cpu cuda "
     "_transformer_encoder_layer_fwd _native_multi_head_attention topk isnan reciprocal",
     "input other": "add sub rsub mul div min max minimum maximum matmul bmm eq ne lt le gt ge bitwise_and "
-    "bitwise_or logical_and logical_or",
+    "bitwise_or logical_and logical_or inner",
     "input exponent": "pow",
     "input dim keepdim": "sum amax amin mean logsumexp",
     "input p dim eps": "normalize",
@@ -46,7 +46,7 @@ _BY_ARGUMENTS = {
     "input batch1 batch2": "baddbmm addbmm", "input mat1 other": "addmm",
     "input weight bias": "linear", "equation": "einsum", "input other dims": "tensordot",
     # attention
-    "input dim dtype": "softmax log_softmax", "input dim half_to_float": "_softmax",
+    "input dim dtype": "softmax log_softmax softmin", "input dim half_to_float": "_softmax",
     "input p training inplace": "dropout", "input nan posinf neginf": "nan_to_num",
     "query key value attn_mask dropout_p is_causal scale enable_gqa": "scaled_dot_product_attention",
     # losses
@@ -76,7 +76,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
 #: Forms whose name is not that of the operation.
 _SYNONYMS = {
     "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
-    "negative": "neg", "special_softmax": "softmax", "mm": "matmul", "and": "bitwise_and",
+    "negative": "neg", "special_softmax": "softmax", "mm": "matmul", "mv": "matmul", "and": "bitwise_and",
     "or": "bitwise_or", "invert": "bitwise_not", "not": "bitwise_not", "inv": "bitwise_not",
     "__and__": "bitwise_and", "__or__": "bitwise_or", "__invert__": "bitwise_not",
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne",
@@ -96,7 +96,7 @@ CASTS = frozenset(
 )
 COPIES = frozenset("contiguous clone alias lift_fresh_copy lift_fresh".split())
 #: Products that `einsum.equation` reads.
-EQUATIONS = frozenset({"einsum", "tensordot", "linear"})
+EQUATIONS = frozenset({"einsum", "tensordot", "linear", "inner"})
 #: The scores of an attention are one of these, and so is its output.
 PRODUCTS = frozenset({"matmul", "bmm"}) | EQUATIONS
 #: Products to which a tensor is added.
@@ -105,8 +105,10 @@ ADDING = frozenset({"baddbmm", "addmm", "addbmm"})
 CASTED = PRODUCTS | ADDING
 #: In front of the names of NumPy's operations, which are not read further.
 NUMPY = "numpy."
-#: The products of NumPy.
-NUMPY_PRODUCTS = frozenset(NUMPY + name for name in ("matmul", "dot", "einsum", "tensordot"))
+#: Products that are not read: those of NumPy, and of more than two matrices.
+UNREAD_PRODUCTS = frozenset(NUMPY + name for name in ("matmul", "dot", "einsum", "tensordot")) | {
+    "linalg_multi_dot", "chain_matmul",
+}  # fmt: skip
 #: Operations that read only the shape, dtype and device of their first argument.
 _LIKE = frozenset(
     "full_like zeros_like ones_like empty_like new new_empty new_full new_zeros new_ones new_tensor".split()
@@ -196,11 +198,12 @@ _METHOD_ARGUMENTS = {"where": ("input", "condition", "other")}
 _FUNCTION_ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.softmax: ("input", "dim", "_stacklevel", "dtype"),
     F.log_softmax: ("input", "dim", "_stacklevel", "dtype"),
+    F.softmin: ("input", "dim", "_stacklevel", "dtype"),
     torch.dropout: ("input", "p", "training"),
 }
 _ARGUMENT_NAMES = {
     "self": "input", "mat2": "other", "tensor": "other", "train": "training", "axis": "dim",
-    "vec2": "other", "obj": "data",
+    "vec": "other", "vec2": "other", "obj": "data",
 }  # fmt: skip
 
 

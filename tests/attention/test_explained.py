@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tests.attention.support import BATCH, DIM, HEADS, Q_LEN, cases, check, qkv, rand, same_as_eager
@@ -46,6 +47,45 @@ def test_reason(case: Any) -> None:
     seen = check(fn, (*qkv(Q_LEN, Q_LEN), rand(BATCH, HEADS, Q_LEN, DIM)), fused=0, reason=reason)
     assert len(seen.sites) == count, seen.sites
     assert all(bool(site.hint) == bool(hint) and hint in site.hint for site in seen.sites)
+
+
+class Softmax(torch.autograd.Function):
+    """As libraries write it that fuse its mask."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Any) -> Any:
+        weights = scores.softmax(-1)
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        (weights,) = ctx.saved_tensors
+        return weights * (grad - (weights * grad).sum(-1, keepdim=True))
+
+
+def test_softmax_of_an_autograd_function() -> None:
+    """In training its backward is the author's, and the product is outside of it."""
+    seen = check(
+        lambda q, k, v: Softmax.apply(q @ k.mT) @ v,
+        qkv(Q_LEN, Q_LEN),
+        fused=0,
+        reason="outside of the region",
+    )
+    assert len(seen.sites) == 1
+
+
+SCALED_FILLS = {
+    "by where": lambda q, k, v, seen: torch.where(seen, q @ k.mT, -32767.0) / 4,
+    "of a linear": lambda q, k, v, seen: F.linear(q, k[0, 0]).masked_fill(~seen, -32767) / 4,
+}
+
+
+@cases(SCALED_FILLS)
+def test_fill_that_a_scale_raises(case: Any) -> None:
+    """-2**15 + 1, divided by the root of the width, as in networks of interests."""
+    inputs = (*qkv(Q_LEN, Q_LEN), torch.rand(Q_LEN, Q_LEN) > 0.3)
+    check(lambda *args: case(*args).softmax(-1) @ args[2], inputs, fused=0, reason="a number above -10000")
 
 
 def test_no_product() -> None:

@@ -74,7 +74,7 @@ def test_keys_of_a_single_query_are_split(
 
 
 @pytest.mark.parametrize(
-    "keys, train, chosen", [(16, True, False), (32, True, False), (64, True, True), (16, False, True)]
+    "keys, train, chosen", [(16, True, False), (64, True, False), (96, True, True), (16, False, True)]
 )
 def test_attention_of_few_keys(keys: int, train: bool, chosen: bool, shelf: Callable[..., None]) -> None:
     """The tiles of a backward are of keys: rows of many keys say nothing of few."""

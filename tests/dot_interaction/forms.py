@@ -270,6 +270,12 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
         lambda x, t: (both(own(t))[0] * both(own(t, False), torch.stack)[1]).sum(-1), None
     ),
     "tensors of their own, without a sum": (lambda x, t: torch.mul(*both(own(t))).relu(), "without a sum"),
+    "slices without their dim, one by one": (
+        lambda x, t: (
+            lambda e: torch.stack([(e(i) * e(j)).sum(-1) for i, j in zip(LI, LJ, strict=True)], 1)
+        )(lambda i: t[:, i : i + 1].squeeze(1)),
+        "one by one",
+    ),
     "tensors of their own, one by one": (
         lambda x, t: (
             lambda e: torch.stack([(e[i] * e[j]).sum(-1) for i, j in zip(LI, LJ, strict=True)], 1)

@@ -386,3 +386,8 @@ def two_beside_each_other_and_returned(x: Any, w: Any, v: Any) -> Any:
 @form((2, 48, 32), (2, 48, 32), "frozen 128x32", "frozen 128x32", left=(2, 2), reasons=("inputs", "inputs"))
 def glu_of_two_inputs(x: Any, y: Any, w: Any, v: Any) -> Any:
     return F.glu(torch.cat((F.linear(x, w), F.linear(y, v)), dim=-1), dim=-1)
+
+
+@form(*TWO, reasons=("", "used-elsewhere"))
+def divided_as_a_sigmoid_divides(x: Any, w: Any, v: Any) -> Any:
+    return F.linear(x, v) / (1 + torch.exp(-F.linear(x, w)))

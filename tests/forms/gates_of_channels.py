@@ -76,6 +76,13 @@ def spatial_gating_unit(x: Any, w: Any, s: Any, b: Any) -> Any:
     return u * F.linear(F.layer_norm(v, (128,)).mT, s, b).mT
 
 
+@form(*SPATIAL, left=(1, 1), reasons=("spatial gating unit", "spatial gating unit"))
+def spatial_gating_unit_by_einsum(x: Any, w: Any, s: Any, b: Any) -> Any:
+    """The bias of each token is added to the product."""
+    u, v = F.gelu(F.linear(x, w)).chunk(2, dim=-1)
+    return u * (torch.einsum("mn,bnd->bmd", s, F.layer_norm(v, (128,))) + b[:, None])
+
+
 @form(
     X, "frozen 256x64", "frozen 128x1x7", left=(1, 1), reasons=("spatial gating unit", "spatial gating unit")
 )

@@ -17,6 +17,21 @@ def product_by_tensordot(q: Any, k: Any, v: Any) -> Any:
     return torch.tensordot(weights, v, dims=1)
 
 
+@form((9, 16), (13, 16), (13, 8))
+def product_by_inner(q: Any, k: Any, v: Any) -> Any:
+    return torch.inner((torch.inner(q, k) * 0.25).softmax(-1), v.mT)
+
+
+@form((2, 9, 16), (13, 16), (13, 8))
+def product_by_inner_of_a_batch(q: Any, k: Any, v: Any) -> Any:
+    return torch.inner((torch.inner(q, k) * 0.25).softmax(-1), v.mT)
+
+
+@form((9, 16), (13, 16), (13, 8), (8, 4), fused=0, reasons=("linalg_multi_dot, which is not read",))
+def chain_of_products(q: Any, k: Any, v: Any, w: Any) -> Any:
+    return torch.linalg.multi_dot([(q @ k.mT * 0.25).softmax(-1), v, w])
+
+
 @form((9, 16), (13, 16), (13, 8), (9, 13))
 def bias_by_addmm(q: Any, k: Any, v: Any, bias: Any) -> Any:
     return torch.mm(torch.addmm(bias, q, k.t(), alpha=0.25).softmax(1), v)

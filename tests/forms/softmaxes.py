@@ -329,3 +329,17 @@ def linear_attention_with_memories(q: Any, k: Any, v: Any, mk: Any, mv: Any) -> 
 @form((2, 9, 8), (2, 9, 8), (2, 12, 8), (2, 9, 3), fused=0, reasons=("more than one column",))
 def scores_beside_given_ones(q: Any, k: Any, v: Any, given: Any) -> Any:
     return torch.cat([q @ k.mT, given], dim=-1).softmax(-1) @ v
+
+
+SEEN = (lambda: torch.rand(2, 1, 1, 9) > 0.4,)
+forms(*QKV)(
+    softmin=lambda q, k, v: F.softmin(scored(q, k), dim=-1) @ v,
+    softmin_of_masked_scores=(
+        lambda q, k, v, seen: F.softmin(scored(q, k).masked_fill(~seen, 1e9), dim=-1) @ v, *SEEN,
+    ),
+)  # fmt: skip
+forms(*QKV, fused=0, reasons=("range",))(
+    softmin_of_raised_scores=(
+        lambda q, k, v, seen: F.softmin(scored(q, k).masked_fill(~seen, -1e9), dim=-1) @ v, *SEEN,
+    ),
+)  # fmt: skip

@@ -188,9 +188,11 @@ def between(op: Op, weights: fx.Node) -> Rejected:
         return Reason.NO_PRODUCT.rejected("the weights are multiplied elementwise, not by a matrix product")
     if op.name in torch_ops.ADDING:
         return Reason.IN_BETWEEN.rejected(f"{op.name} also adds a tensor to the product with v", "torch.bmm")
-    if numpy := by_numpy(op):
+    numpy = by_numpy(op)
+    if numpy or op.name in torch_ops.UNREAD_PRODUCTS:
         return Reason.IN_BETWEEN.rejected(
-            f"the weights are read by {numpy}, which is not read", WITHOUT_NUMPY
+            f"the weights are read by {numpy or op.said}, which is not read",
+            WITHOUT_NUMPY if numpy else "torch.matmul",
         )
     if op.name in _CHOOSES:
         return Reason.IN_BETWEEN.rejected(

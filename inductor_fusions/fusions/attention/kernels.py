@@ -335,7 +335,7 @@ def _why_math(problem: Problem) -> str:
     if problem.mask_learns:
         return "a bias that requires a gradient"
     if not known_true(problem.q.shape[-1] == problem.v.shape[-1]):
-        return "different head dims of q and v"
+        return "the head dims of q and v"
     if problem.q.value.device.type == "cuda" and not _copies_pay(problem, grouped=False):
         return "its head dim, which is not contiguous: copies would move more than the scores"
     return "its dtype, head dim or strides"

@@ -29,7 +29,9 @@ REACH = 64
 #: Results of these have other sizes than what they are of.
 _TAKEN = frozenset("getitem narrow topk gather max min amax amin sort".split())
 #: The search for a product ends at these: their results are weights or tokens, not scores.
-_ENDS = frozenset("softmax _softmax scaled_dot_product_attention layer_norm rms_norm group_norm".split())
+_ENDS = frozenset(
+    "softmax _softmax softmin scaled_dot_product_attention layer_norm rms_norm group_norm".split()
+)
 
 
 def between(op: Op, scores: torch.Tensor) -> Rejected:

@@ -93,7 +93,7 @@ def reaches_product(
                 seen.update(frontier)
             if op is None or user in seen:
                 continue
-            if op.name in PRODUCTS | ADDING | torch_ops.NUMPY_PRODUCTS | {"embedding_bag"}:
+            if op.name in PRODUCTS | ADDING | torch_ops.UNREAD_PRODUCTS | {"embedding_bag"}:
                 return True
             if op.name.startswith("conv") and (op.rest[1:2] == (node,) or _mixes_channels(op, start)):
                 return True

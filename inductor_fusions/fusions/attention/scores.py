@@ -255,7 +255,8 @@ class ScoreReader(Walk):
             raise Reason.NOT_A_TENSOR.rejected("the condition of a mask is not a boolean tensor")
         low = number * below.factor
         if not is_fill(low) and not abs(low) <= LARGEST_SCORE:
-            what = "NaN" if math.isnan(low) else f"{low:g}, a large positive number"
+            what = "a large positive number" if low > 0 else "a number above -10000"
+            what = "NaN" if math.isnan(low) else f"{low:g}, {what}"
             raise Reason.RANGE.rejected(f"masked scores are replaced by {what}")
         if not is_fill(low):
             function = "where" if hides else "where_not"

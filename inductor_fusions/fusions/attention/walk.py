@@ -282,7 +282,7 @@ class Walk:
             try:
                 return attempt(scores, other)
             except Rejected as miss:
-                kept = self.found or miss.reason in (ELEMENTWISE, OUTSIDE, GIVEN)
+                kept = len(sides) == 1 or self.found or miss.reason in (ELEMENTWISE, OUTSIDE, GIVEN)
                 misses.append(miss if kept or has_product(scores, value) else Rejected(NO_PRODUCT))
                 self.restore(before)
         last = (ELEMENTWISE, OUTSIDE, NO_PRODUCT, GIVEN)  # beside scores, an input is a mask or a bias

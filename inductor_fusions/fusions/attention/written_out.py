@@ -31,7 +31,7 @@ from ...reasons import Reason
 from .arrangement import Arrangement
 from .normal_form import Attention
 
-SOFTMAXES = ("softmax", "_softmax")
+SOFTMAXES = ("softmax", "_softmax", "softmin")
 #: Functions base ** x, and ln(base): base ** x = exp(x * ln(base)).
 EXPONENTIALS = {"exp": 1.0, "exp2": math.log(2.0)}
 #: Operations that may be on exponentials and their sum before the division.
@@ -100,7 +100,7 @@ def softmax_at(weights: fx.Node) -> Softmax:
     assert op is not None
     if op.name in SOFTMAXES:
         dims = reduced(op)[0] or (None,)
-        return Softmax(weights, op.input, weights, dims[0])
+        return Softmax(weights, op.input, weights, dims[0], factor=-1.0 if op.name == "softmin" else 1.0)
     return _of_logarithms(weights) or _divided(op)
 
 

@@ -251,7 +251,9 @@ def _begins_loop(node: fx.Node) -> bool:
     if found is None:
         return False
     loop: list[fx.Node] = []
-    for feature in filter(_feature, readers(found)):
+    features = list(filter(_feature, readers(found)))
+    features += [each for feature in features for each in readers_named(feature, {"squeeze"})]
+    for feature in features:
         for product in readers(feature):
             op = read(product)
             sides = [] if op is None or op.name != "mul" else [op.input, op["other"]]
@@ -349,8 +351,9 @@ def _field(node: Any) -> tuple[fx.Node, tuple[Any, ...]] | None:
 
 
 def _feature(node: Any) -> fx.Node | None:
-    """The features of which a node is one: `t[:, 2]`, `t[:, 2:3]`, `t.unbind(1)[2]`."""
-    taken = selection(node)
+    """The features of which a node is one: `t[:, 2]`, `t[:, 2:3]`, also squeezed, or `t.unbind(1)[2]`."""
+    op = read(node)
+    taken = selection(op.input if op is not None and op.name == "squeeze" else node)
     if taken is None:
         return None
     if taken.part is not None:

@@ -209,6 +209,8 @@ FUSION = Fusion(
 )
 
 
+#: The last operation of a pair; a sigmoid may divide: up / (1 + exp(-gate)).
+_ROOTS = (aten.mul.Tensor, aten.div.Tensor)
 #: The last operations of other activations.
 _OTHERS = (aten.where.self, aten.log1p.default, aten.expm1.default, aten.clamp_max.default)
 
@@ -237,12 +239,12 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
         if node.target is aten.mul.Tensor and not may_be_gated(node):
             continue
         for root in [node] if node.target is aten.mul.Tensor else behind(node):
-            if root.target is not aten.mul.Tensor or root in seen or was_erased(root):
+            if root.target not in _ROOTS or root in seen or was_erased(root):
                 continue
             seen.add(root)
-            expression = expressions.of(root)
-            found, other = _read(expression), other_pair(root, expressions)
-            among = _among_others(root, expressions) if found is None else None
+            expression, multiplies = expressions.of(root), root.target is aten.mul.Tensor
+            found, other = _read(expression), other_pair(root, expressions) if multiplies else None
+            among = _among_others(root, expressions) if found is None and multiplies else None
             if found is not None:
                 known.add(frozenset(leaves(expression)))
                 yield GatedPair(scope.graph, root, *found)

@@ -72,6 +72,7 @@ class _Side:
         part: what takes a part of something that is computed of them, or None.
         names: of the pointwise functions behind them.
         bends: whether one of these functions is not linear.
+        biased: whether a smaller input of the graph is added, such as a bias of each token.
         mixed: whether other operands take part, such as the norm of a row.
     """
 
@@ -79,6 +80,7 @@ class _Side:
     part: fx.Node | None = None
     names: set[str] = field(default_factory=set)
     bends: bool = False
+    biased: bool = False
     mixed: bool = False
 
     @property
@@ -116,7 +118,7 @@ def other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], 
     if all(_of_many(end) for end in ends) and all(map(_is_softmax, root.args)):
         return None  # weights of attentions
     functions = [name or ", ".join(sorted(side.names)) for name, side in zip(known, sides, strict=True)]
-    return pair, _why(ends, functions, any(side.mixed for side in sides))
+    return pair, _why(ends, functions, any(side.mixed or side.biased for side in sides))
 
 
 def _is_of_ranks(root: fx.Node, ends: Sequence[fx.Node]) -> bool:
@@ -167,7 +169,9 @@ def _side(argument: Any) -> _Side | None:
             if node.target not in CASTS:
                 side.names.add(str(node.target).split(".")[1])
             side.bends |= node.target in NONLINEAR
-            waiting += node.all_input_nodes
+            biases = [x for x in node.all_input_nodes if _is_bias(x, node)]
+            side.biased |= bool(biases)
+            waiting += [x for x in node.all_input_nodes if x not in biases]
         elif is_apart(node) is not None:
             side.ends.add(node)
         elif node.target in _PARTS | {aten.permute.default} and _is_read(node):
@@ -176,6 +180,13 @@ def _side(argument: Any) -> _Side | None:
         else:
             side.mixed = True
     return side
+
+
+def _is_bias(node: fx.Node, added: fx.Node) -> bool:
+    """Whether a sum adds an input of the graph to more elements than it has."""
+    if added.target is not aten.add.Tensor or through(node, VIEWS | CASTS).op != "placeholder":
+        return False
+    return value(node).numel() < value(added).numel()
 
 
 def _is_read(part: fx.Node) -> bool:
@@ -234,9 +245,10 @@ def _may_be_side(node: fx.Node) -> bool:
         node = through(node, _ORDERED)
         if (product(node) or columns(node) or _of_many(node)) is not None:
             return True
-        if node.target not in _BY_NUMBERS or len(node.all_input_nodes) != 1:
+        inputs = [x for x in node.all_input_nodes if not _is_bias(x, node)]
+        if node.target not in _BY_NUMBERS or len(inputs) != 1:
             break
-        (node,) = node.all_input_nodes
+        (node,) = inputs
     return node.target in _SELECTIONS
 
 

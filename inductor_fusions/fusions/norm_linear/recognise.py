@@ -39,7 +39,7 @@ _ADD = (aten.add.Tensor, aten.add.Scalar)
 #: What norms are looked for by.
 MEANS = (aten.mean.dim, aten.sum.dim_IntList, aten.var.correction, aten.var_mean.correction)
 OTHER_NORM = (
-    "kernels multiply an input by the root of the mean of its squares, and this norm does something else"
+    "kernels divide an input by the root of the mean of its squares, and this norm does something else"
 )
 
 

@@ -258,7 +258,7 @@ ALIKE = {
     "flipped weights": lambda q, k, v: softmax(q @ k.mT).flip(-1) @ v,
     "sum of weights": lambda q, k, v: softmax(q @ k.mT).sum(1) @ v[:, 0],
     "log_softmax": lambda q, k, v: F.log_softmax(q @ k.mT, -1) @ v,
-    "softmin": lambda q, k, v: F.softmin(q @ k.mT, -1) @ v,
+    "softmin over queries": lambda q, k, v: F.softmin(q @ k.mT, -2) @ v,
     "no product above": lambda q, k, v: softmax(torch.cdist(q, k)) @ v,
     "v is the weights": lambda q, k, v: (lambda w: w @ w.mT)(softmax(q @ k.mT)),
     "addmm": lambda q, k, v: torch.addmm(v[0, 0, :Q], softmax(q[0, 0] @ k[0, 0].T), v[0, 0]),

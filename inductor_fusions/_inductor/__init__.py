@@ -50,6 +50,7 @@ from .graphs import (
     remembering,
     rename,
     replace_result,
+    results_of,
     source_line,
     trace_decomposed,
     was_erased,

@@ -70,12 +70,16 @@ def computed_by_function(node: fx.Node) -> fx.Node | None:
     arguments: Any = node.args if node.target is operator.getitem else (node, 0)
     call, index = arguments
     bodies = _bodies_of(call) if isinstance(call, fx.Node) and _is_function(call) else []
-    if not bodies:
-        return None
-    results: Any = bodies[0].graph.output_node().args[0]
-    results = results[0] if isinstance(results, (tuple, list)) else results
-    found: Any = results[index] if isinstance(results, (tuple, list)) else results
+    found = results_of(bodies[0].graph, of_function=True)[index] if bodies else None
     return found if isinstance(found, fx.Node) else None
+
+
+def results_of(graph: fx.Graph, of_function: bool) -> tuple[Any, ...]:
+    """What a graph returns; of the forward of an `autograd.Function`, without what its backward needs."""
+    found: Any = graph.output_node().args[0]
+    if of_function and isinstance(found, (tuple, list)):
+        found = found[0]
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
 
 def _is_function(node: fx.Node) -> bool:

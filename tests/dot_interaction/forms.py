@@ -67,6 +67,10 @@ def both(features: list[Any], join: Function = torch.cat) -> list[Any]:
     return [join([features[k] for k in side], 1) for side in (LI, LJ)]
 
 
+def one_by_one(feature: Function) -> Any:
+    return torch.stack([(feature(i) * feature(j)).sum(-1) for i, j in zip(LI, LJ, strict=True)], 1)
+
+
 def cells() -> torch.Tensor:
     return torch.tensor([i * F + j for i, j in zip(LI, LJ, strict=True)])
 
@@ -270,18 +274,8 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
         lambda x, t: (both(own(t))[0] * both(own(t, False), torch.stack)[1]).sum(-1), None
     ),
     "tensors of their own, without a sum": (lambda x, t: torch.mul(*both(own(t))).relu(), "without a sum"),
-    "slices without their dim, one by one": (
-        lambda x, t: (
-            lambda e: torch.stack([(e(i) * e(j)).sum(-1) for i, j in zip(LI, LJ, strict=True)], 1)
-        )(lambda i: t[:, i : i + 1].squeeze(1)),
-        "one by one",
-    ),
-    "tensors of their own, one by one": (
-        lambda x, t: (
-            lambda e: torch.stack([(e[i] * e[j]).sum(-1) for i, j in zip(LI, LJ, strict=True)], 1)
-        )(own(t, False)),
-        "one by one",
-    ),
+    "slices without their dim": (lambda x, t: one_by_one(lambda i: t[:, i : i + 1].squeeze(1)), "one by one"),
+    "tensors of their own, one by one": (lambda x, t: one_by_one(own(t, False).__getitem__), "one by one"),
     "tensors of their own, through a matrix": (  # FiBiNET
         lambda x, t: (
             lambda e: torch.cat([e[i] @ (x.t() @ x) * e[j] for i, j in zip(LI, LJ, strict=True)], 1)

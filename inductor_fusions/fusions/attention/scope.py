@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from ... import fusion
-from ..._inductor import fake_mode_of, is_body, is_forward_of_function, records_gradients
+from ..._inductor import fake_mode_of, is_body, is_forward_of_function, records_gradients, results_of
 from ...effects import modes
 from ...effects.derivatives import Derivatives, takes_gradient
 from ...effects.inplace import arguments, inputs
@@ -89,10 +89,8 @@ class Scope(fusion.Scope):
         """What holds a result of this graph, or of one around it, in the graph that runs it."""
         if self.around is None or node.graph is not self.graph:
             return [] if self.around is None else self.around.outside(node)
-        results: Any = self.graph.output_node().args[0]
-        if is_forward_of_function(self.graph):  # it returns what its backward needs as well
-            results = results[0] if isinstance(results[0], tuple) else results[:1]
-        places = [at for at, each in enumerate(results) if each is node] if isinstance(results, tuple) else []
+        results = results_of(self.graph, is_forward_of_function(self.graph))
+        places = [at for at, each in enumerate(results) if each is node]
         users = [user for call in self.calls for user in call.users if user.target is operator.getitem]
         return [user for user in users if user.args[1] in places]
 

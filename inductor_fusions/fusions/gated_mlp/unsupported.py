@@ -186,7 +186,7 @@ def _is_bias(node: fx.Node, added: fx.Node) -> bool:
     """Whether a sum adds an input of the graph to more elements than it has."""
     if added.target is not aten.add.Tensor or through(node, VIEWS | CASTS).op != "placeholder":
         return False
-    return value(node).numel() < value(added).numel()
+    return bool(hint(value(node).numel()) < hint(value(added).numel()))
 
 
 def _is_read(part: fx.Node) -> bool:

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from inductor_fusions import _inductor, config, testing
-from inductor_fusions._inductor import templates
+from inductor_fusions._inductor import templates, torch_version
+from inductor_fusions.fusions import kernel_defects
 from inductor_fusions.layouts import pinning
 from tests.gpu.defects import RIGHT, WRONG, attention, bare, error, exact, low_scores, rand
 from tests.kernel_defects.examples import of_scaled_query, scaled_query
@@ -109,6 +110,25 @@ def test_one_query_beside_a_low_logsumexp() -> None:
     inputs = [x.bfloat16() for x in (q, k, v)]
     found = bare(inputs, torch.randn_like(inputs[0]))
     assert not all(each.isfinite().all() for each in found[1:])
+
+
+@pytest.mark.parametrize("heads", [4, 8])
+def test_decoding(heads: int, fresh_cache: None) -> None:
+    """By its report the bare kernel is wrong on Blackwell, for fewer than 8 heads of keys at least."""
+    q, k, v = (
+        torch.randn(1, n, s, 128, device="cuda").bfloat16()
+        for n, s in ((28 // 4 * heads, 1), *[(heads, 300)] * 2)
+    )
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    wide = fn(*(x.double() for x in (q, k, v)))
+    with torch.no_grad():
+        assert error([torch.compile(fn)(q, k, v)], [wide]) < RIGHT
+        if kernel_defects.decodes_wrongly(q.device) and torch_version() < (2, 15) and heads < 8:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                assert error([fn(q, k, v)], [wide]) > RIGHT
 
 
 @pytest.mark.parametrize("keys", [128, 192])

@@ -30,9 +30,10 @@ from ...graph.inlined import put_in_place
 from ...graph.products import unviewed
 from ...layouts import pinning
 from ...operands import repeated_dims, tensor, value
-from .attention_gradients import SDPA_BACKWARDS, SDPA_FORWARDS, gradients
+from .attention_gradients import SDPA_BACKWARDS, SDPA_FORWARDS, attention, gradients
 from .known import (
     BROADCAST_NUMBER,
+    CUDNN_DECODING,
     CUDNN_ONE_QUERY,
     CUDNN_PADDED_KEYS,
     CUDNN_PLANS,
@@ -50,7 +51,7 @@ _FORWARD = aten._scaled_dot_product_cudnn_attention.default
 _BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
 _FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
 #: Positions in the arguments of the forward, and in those of the backward.
-_WITH_LOGSUMEXP, _FORWARD_DROPOUT = 4, 5
+_WITH_LOGSUMEXP, _FORWARD_DROPOUT, _FORWARD_CAUSAL = 4, 5, 6
 _GRADIENT, _QUERY, _KEY, _VALUE, _LOGSUMEXP = 0, 1, 2, 3, 5
 _BIAS, _MAX_KEYS, _DROPOUT, _CAUSAL = 8, 12, 13, 14
 #: Operations whose operands Inductor lays out for SDPA's kernels.
@@ -164,6 +165,39 @@ class CudnnCalls(Candidate):
         names = [CUDNN_PLANS.name] * bool(by_cudnn or self.dropped)
         names += [CUDNN_PADDED_KEYS.name] * bool(low) + [CUDNN_ONE_QUERY.name] * bool(single)
         return f"cuDNN, cured of {' and '.join(names)}"
+
+
+class Decoding(Candidate):
+    """A call of cuDNN attention with one query, which its kernel computes wrongly on this device."""
+
+    def __init__(self, call: fx.Node) -> None:
+        self.anchor = call
+
+    def guard(self) -> None:
+        """Accept: the call is in the graph, and its result may be wrong as it is."""
+
+    def rewrite(self) -> str:
+        call = self.anchor
+        q, k, v, bias = call.args[:4]
+        causal, dim = bool(_argument(call, _FORWARD_CAUSAL)), value(q).shape[3]
+        alike = all(known_true(value(each).shape[3] == dim) for each in (k, v))
+        fits = isinstance(dim, int) and dim % _ALIGNED == 0 and dim <= _MOST_DIM and alike
+        by_flash = fits and bias is None and not causal and torch.backends.cuda.flash_sdp_enabled()
+        compute = attention if _argument(call, _WITH_LOGSUMEXP) else _output
+        put_in_place(call, compute, (q, k, v, bias, call.kwargs.get("scale"), causal, by_flash))
+        return f"cuDNN, cured of {CUDNN_DECODING.name}"
+
+
+def _output(*arguments: Any) -> tuple[torch.Tensor]:
+    """The output of an attention alone."""
+    return (attention(*arguments)[0],)
+
+
+def decodes_wrongly(device: torch.device) -> bool:
+    """Whether cuDNN attention of one query is wrong on a device, as torch 2.15 has it in sdp_utils.cpp."""
+    version = torch.backends.cudnn.version() or 0
+    known = 91900 <= version <= 92500 and version != 92401
+    return known and torch.cuda.get_device_capability(device)[0] in (10, 11)
 
 
 def _has_one_query(call: fx.Node) -> bool:
@@ -319,6 +353,16 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     dropped = [node for node in calls if node.target is _FORWARD and _is_differentiated_with_dropout(node)]
     if backward or dropped:
         yield CudnnCalls(scope.graph, backward, dropped)
+
+
+@FUSION.anchor(lambda: [_FORWARD])
+def read_decoding(scope: Scope, match: Match) -> Candidate | None:
+    """A call of cuDNN attention with one query."""
+    call = match.output_node()
+    q = value(call.args[0])
+    if not known_true(q.shape[2] == 1) or _argument(call, _FORWARD_DROPOUT):
+        return None
+    return Decoding(call) if decodes_wrongly(q.device) else None
 
 
 @FUSION.anchor(lambda: _CALLS)

@@ -1,7 +1,8 @@
-"""The gradients of an attention as matrix products.
+"""An attention, and its gradients, as matrix products.
 
 With s = q k^T * scale + bias, p = softmax(s):
 
+    O = p V
     dV = p^T dO,   ds = p (dO V^T - rowsum(p dO V^T)),   dQ = ds K * scale,   dK = ds^T Q * scale
 
 Everything is in float32 at least.
@@ -26,6 +27,60 @@ SDPA_FORWARDS, SDPA_BACKWARDS = (
 )
 
 
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float | None,
+    causal: bool,
+    by_flash: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, in the dtype of q, and the logsumexp (batch, heads, queries, 1) in float32.
+
+    Args:
+        q, k, v, bias: as those of `gradients`.
+        by_flash: call flash attention, which takes neither a bias nor fewer queries than keys with `causal`.
+    """
+    if by_flash:
+        made = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
+        return made[0], made[1].unsqueeze(-1)
+    scores, groups = _scores(q, k, bias, scale, causal), q.shape[1] // k.shape[1]
+    weights, logsumexp = _weights(scores)
+    wide = _repeated(v, groups, scores.dtype)
+    return (weights @ wide).to(q.dtype), logsumexp.float()
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, scale: float | None, causal: bool
+) -> torch.Tensor:
+    """The scores, masked, in float32 at least."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    factor = scale if scale is not None else 1 / math.sqrt(q.shape[-1])
+    scores = q.to(wide) @ _repeated(k, q.shape[1] // k.shape[1], wide).mT * factor
+    if bias is not None and bias.dtype == torch.bool:
+        scores = torch.where(bias, scores, -math.inf)
+    elif bias is not None:
+        scores = scores + bias.to(wide)
+    if causal:
+        rows = torch.arange(q.shape[2], device=q.device)[:, None]
+        scores = torch.where(torch.arange(k.shape[2], device=q.device)[None] <= rows, scores, -math.inf)
+    return scores
+
+
+def _weights(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The softmax, 0 in fully masked rows, and the logsumexp."""
+    most = scores.amax(-1, keepdim=True)
+    powers = torch.exp(scores - torch.where(most == -math.inf, 0.0, most))
+    total = powers.sum(-1, keepdim=True)
+    return powers / torch.where(total == 0, 1.0, total), most + total.log()
+
+
+def _repeated(x: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """Keys or values with as many heads as the queries."""
+    return x.to(dtype).repeat_interleave(groups, 1) if groups > 1 else x.to(dtype)
+
+
 def gradients(
     grad: torch.Tensor,
     q: torch.Tensor,
@@ -43,25 +98,10 @@ def gradients(
         bias: added to the scores, or a mask of those that are seen; broadcast.
     """
     factor = scale if scale is not None else 1 / math.sqrt(q.shape[-1])
-    wide = torch.promote_types(q.dtype, torch.float32)
-    wide_grad, wide_q = grad.to(wide), q.to(wide)
-    groups = q.shape[1] // k.shape[1]
-    wide_k, wide_v = (
-        each.to(wide).repeat_interleave(groups, 1) if groups > 1 else each.to(wide) for each in (k, v)
-    )
-    scores = wide_q @ wide_k.mT * factor
-    if bias is not None and bias.dtype == torch.bool:
-        scores = torch.where(bias, scores, -math.inf)
-    elif bias is not None:
-        scores = scores + bias.to(wide)
-    if causal:
-        rows = torch.arange(q.shape[2], device=q.device)[:, None]
-        scores = torch.where(torch.arange(k.shape[2], device=q.device)[None] <= rows, scores, -math.inf)
-    # A fully masked row gives nothing to any gradient.
-    most = scores.amax(-1, keepdim=True)
-    powers = torch.exp(scores - torch.where(most == -math.inf, 0.0, most))
-    total = powers.sum(-1, keepdim=True)
-    weights = powers / torch.where(total == 0, 1.0, total)
+    scores, groups = _scores(q, k, bias, scale, causal), q.shape[1] // k.shape[1]
+    wide_grad, wide_q = grad.to(scores.dtype), q.to(scores.dtype)
+    wide_k, wide_v = (_repeated(each, groups, scores.dtype) for each in (k, v))
+    weights, _ = _weights(scores)  # a fully masked row gives nothing to any gradient
     change = wide_grad @ wide_v.mT
     change = weights * (change - (weights * change).sum(-1, keepdim=True))
     made = [change @ wide_k * factor, change.mT @ wide_q * factor, weights.mT @ wide_grad]

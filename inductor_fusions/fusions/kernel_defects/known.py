@@ -67,6 +67,16 @@ CUDNN_ONE_QUERY = Defect(
     instead="flash attention or matrix products compute the gradients",
     source="NVIDIA/cudnn-frontend#1072",
 )
+CUDNN_DECODING = Defect(
+    name="cudnn_decoding",
+    where="cuDNN attention",
+    seen="Blackwell (10.x, 11.x), cuDNN 9.19 to 9.25.0 but not 9.24.1, by its report; torch 2.15 does not "
+    "call it there",
+    condition="one query, as in decoding",
+    effect="wrong values",
+    instead="flash attention or matrix products compute it",
+    source="pytorch#193893, pytorch#194927",
+)
 CUDNN_MISALIGNED = Defect(
     name="cudnn_misaligned",
     where="backward of cuDNN attention",
@@ -167,6 +177,7 @@ KNOWN = (
     CUDNN_PLANS,
     CUDNN_PADDED_KEYS,
     CUDNN_ONE_QUERY,
+    CUDNN_DECODING,
     CUDNN_MISALIGNED,
     MASK_ALONE,
     NEGATIVE_SCALE,

@@ -179,10 +179,8 @@ class Decoding(Candidate):
     def rewrite(self) -> str:
         call = self.anchor
         q, k, v, bias = call.args[:4]
-        causal, dim = bool(_argument(call, _FORWARD_CAUSAL)), value(q).shape[3]
-        alike = all(known_true(value(each).shape[3] == dim) for each in (k, v))
-        fits = isinstance(dim, int) and dim % _ALIGNED == 0 and dim <= _MOST_DIM and alike
-        by_flash = fits and bias is None and not causal and torch.backends.cuda.flash_sdp_enabled()
+        causal = bool(_argument(call, _FORWARD_CAUSAL))
+        by_flash = bias is None and not causal and _have_dims_of_flash(*map(value, (q, k, v)))
         compute = attention if _argument(call, _WITH_LOGSUMEXP) else _output
         put_in_place(call, compute, (q, k, v, bias, call.kwargs.get("scale"), causal, by_flash))
         return f"cuDNN, cured of {CUDNN_DECODING.name}"
@@ -220,11 +218,18 @@ def _may_overflow(call: fx.Node) -> bool:
 def _flash_takes(call: fx.Node) -> bool:
     """Whether flash attention can compute a backward, from what cuDNN's forward saved."""
     q, k, v = (value(call.args[i]) for i in (_QUERY, _KEY, _VALUE))
-    dim, masked = q.shape[3], _argument(call, _BIAS) is not None
-    alike = all(known_true(x.shape[3] == dim) and known_true(x.shape[1] == q.shape[1]) for x in (k, v))
-    plain = not masked and not _argument(call, _CAUSAL) and not _argument(call, _DROPOUT)
+    masked = _argument(call, _BIAS) is not None or _argument(call, _CAUSAL)
+    plain = not masked and not _argument(call, _DROPOUT)
+    alike = all(known_true(x.shape[1] == q.shape[1]) for x in (k, v))
+    return plain and alike and _have_dims_of_flash(q, k, v)
+
+
+def _have_dims_of_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether flash attention takes the head dims, and is not switched off."""
+    dim = q.shape[3]
     fits = isinstance(dim, int) and dim % _ALIGNED == 0 and dim <= _MOST_DIM
-    return plain and alike and fits and torch.backends.cuda.flash_sdp_enabled()
+    alike = fits and all(known_true(x.shape[3] == dim) for x in (k, v))
+    return alike and torch.backends.cuda.flash_sdp_enabled()
 
 
 def _use_flash(call: fx.Node) -> None:

@@ -159,6 +159,7 @@ from .versions import (
     counts_in_32_bits,
     drops_narrow_casts,
     fails_on_broadcast_numbers,
+    mask_rows_have_32_bits,
     patterns_ignore_constants,
     patterns_ignore_the_scale,
     patterns_match_decomposed_sdpa,

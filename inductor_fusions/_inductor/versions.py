@@ -56,6 +56,11 @@ def patterns_match_decomposed_sdpa() -> bool:
     return (2, 13) <= torch_version() < (2, 15)
 
 
+def mask_rows_have_32_bits() -> bool:
+    """Whether efficient attention finds a row of a mask by 32 bits (pytorch#187227, fixed in July 2026)."""
+    return torch_version() < (2, 15)
+
+
 def counts_in_32_bits() -> bool:
     """Whether flex attention's kernels count in 32 bits, whatever a captured tensor has (pytorch#145869).
 

@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from devtools import cuda_codegen
-from inductor_fusions import config
+from inductor_fusions import _inductor, config
 from inductor_fusions.driver import passes
 from inductor_fusions.fusions import attention
 from inductor_fusions.sites import Site
@@ -77,6 +77,18 @@ def test_bias_on_another_device() -> None:
     assert site.reason == "a mask or a bias is a scalar tensor on another device"
     _, (site,) = on_a_gpu(added, [*QKV, ((1, 1, 32, 32), torch.bfloat16, "cuda")])
     assert site.verdict == "fused"
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    "length, rows, fused",
+    [(65_536, 65_536, True), (65_544, 65_544, not _inductor.mask_rows_have_32_bits()), (65_544, 1, True)],
+)
+def test_long_masks(length: int, rows: int, fused: bool) -> None:
+    """Efficient attention reads wrong rows of a mask of each query with more than 2^32 elements."""
+    qkv = [((1, 1, length, 64), torch.bfloat16, "cuda")] * 3
+    _, (site,) = on_a_gpu(added, [*qkv, ((1, 1, rows, length), torch.bfloat16, "cuda")])
+    assert (site.verdict == "fused") == fused and (fused or "2^32" in site.reason), site
 
 
 @pytest.mark.usefixtures("device")

@@ -112,6 +112,20 @@ def test_one_query_beside_a_low_logsumexp() -> None:
     assert not all(each.isfinite().all() for each in found[1:])
 
 
+@pytest.mark.skipif(not _inductor.mask_rows_have_32_bits(), reason="fixed in this torch")
+def test_rows_of_a_long_mask() -> None:
+    """The mask is causal, and the last rows read those of other queries."""
+    length = 66_048
+    q, k, v = (rand(1, 1, length, 64, dtype=torch.bfloat16).detach() for _ in range(3))
+    mask = torch.full((length, length), float("-inf"), dtype=torch.bfloat16, device="cuda").triu_(1)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        right = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        wrong = F.scaled_dot_product_attention(q, k, v, mask)
+    rows = 2**32 // length
+    assert error([wrong[:, :, :rows]], [right[:, :, :rows].double()]) < RIGHT
+    assert error([wrong[:, :, rows + 64 :]], [right[:, :, rows + 64 :].double()]) > WRONG
+
+
 @pytest.mark.parametrize("heads", [4, 8])
 def test_decoding(heads: int, fresh_cache: None) -> None:
     """By its report the bare kernel is wrong on Blackwell, for fewer than 8 heads of keys at least."""

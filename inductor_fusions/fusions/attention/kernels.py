@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ... import config, decisions
-from ..._inductor import cuda_sdpa_backends, hint, known_true, sdpa_is_fused
+from ..._inductor import cuda_sdpa_backends, hint, known_true, mask_rows_have_32_bits, sdpa_is_fused
 from ...decisions import tables
 from ...effects import modes
 from ...fusion import LeftToStock
@@ -287,6 +287,10 @@ def _on_cuda(problem: Problem, grouped: bool) -> tuple[str, ...]:
         mask = q.new_empty(full if problem.mask_learns else own, dtype=problem.dtype).expand(full)
         if problem.mask_learns:
             mask.requires_grad_()
+        if mask_rows_have_32_bits() and hint(mask.shape[2]) * hint(mask.stride(2)) > 2**32:
+            raise Reason.NO_KERNEL.left_to_stock(
+                "SDPA of this torch may read wrong rows of a mask of more than 2^32 pairs of queries and keys"
+            )
     params = torch.backends.cuda.SDPAParams(
         q,
         _in_rows(k.value.to(problem.dtype)),

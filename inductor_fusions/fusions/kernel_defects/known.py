@@ -95,6 +95,15 @@ MASK_ALONE = Defect(
     instead="the attention is left as written",
     source="pytorch#148476",
 )
+LONG_MASK = Defect(
+    name="long_mask",
+    where="efficient attention",
+    seen="torch 2.14, by its report; fixed by pytorch#187225",
+    condition="a mask of more than 2^32 pairs of queries and keys in one head",
+    effect="wrong values: the offset of a row of the mask has 32 bits",
+    instead="the attention is left as written",
+    source="pytorch#187227",
+)
 NEGATIVE_SCALE = Defect(
     name="negative_scale",
     where="flash and cuDNN attention",
@@ -180,6 +189,7 @@ KNOWN = (
     CUDNN_DECODING,
     CUDNN_MISALIGNED,
     MASK_ALONE,
+    LONG_MASK,
     NEGATIVE_SCALE,
     WHOLE_DROPOUT,
     EMPTY_OPERANDS,

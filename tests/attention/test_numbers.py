@@ -92,6 +92,18 @@ def test_long_masks(length: int, rows: int, fused: bool) -> None:
 
 
 @pytest.mark.usefixtures("device")
+def test_part_of_a_long_mask() -> None:
+    """Its rows are as far apart as those of the whole."""
+    qkv: list[Given] = [((1, 1, n, 64), torch.bfloat16, "cuda") for n in (65_536, 64, 64)]
+
+    def part(q: Any, k: Any, v: Any, s: Any) -> Any:
+        return torch.softmax(q @ k.transpose(-1, -2) * 0.3 + s[:, :, :, :64], -1) @ v
+
+    _, (site,) = on_a_gpu(part, [*qkv, ((1, 1, 65_536, 65_544), torch.bfloat16, "cuda")])
+    assert (site.verdict == "fused") != _inductor.mask_rows_have_32_bits(), site
+
+
+@pytest.mark.usefixtures("device")
 def test_weights_of_another_dtype_than_values() -> None:
     """Eager raises, and so does stock: a compile that fails does so with the message that it has."""
 

@@ -255,3 +255,13 @@ def test_experts_by_grouped_mm() -> None:
     ends = torch.tensor([16, 16, 40, 48], dtype=torch.int32)
     assert run(lambda *args: fn(x, *args), (x, w, v, ends)).codes("gated_mlp") == ["limit"]
     assert not run(fn, (x, x.flip(0), w, v, ends)).codes("gated_mlp")
+
+
+def test_a_size_that_is_added() -> None:
+    """A symbolic number beside a linear is no bias, and no tensor."""
+
+    def fn(x: Any, w: Any, v: Any, n: int) -> Any:
+        return F.linear(x, w) * (F.linear(x, v) + n)
+
+    args = (torch.randn(2, 48, 64), torch.randn(128, 64), torch.randn(128, 64), 7)
+    torch.testing.assert_close(run(fn, args, dynamic=True).outputs[0], fn(*args))

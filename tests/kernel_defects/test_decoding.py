@@ -11,9 +11,8 @@ import torch
 from devtools import cuda_codegen
 from inductor_fusions import reporting
 from inductor_fusions.fusions.kernel_defects.attention_gradients import attention
-from tests.kernel_defects.test_generated import cudnn, leaf
+from tests.kernel_defects.test_generated import B, D, H, S, cudnn, leaf
 
-B, H, S, D = 2, 4, 24, 16
 WRONG, RIGHT = 91900, 92600
 
 
@@ -43,9 +42,9 @@ def test_one_query_is_left_to_flash_attention(heads: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("how", [{"masked": True}, {"causal": True}])
-def test_flash_attention_takes_no_mask(how: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_takes_no_mask(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its causal mask is that of the last query, SDPA's that of the first one."""
-    assert kernels(monkeypatch, **how) == []  # type: ignore[arg-type]
+    assert kernels(monkeypatch, **how) == []
 
 
 def test_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +72,7 @@ def test_products(heads: int, mask: str) -> None:
     if mask == "boolean":
         assert bias is not None
         bias[0, 0] = False
-    out, logsumexp = attention(q, k, v, bias, 0.3, mask == "causal", by_flash=False)
+    out, logsumexp = attention(q, k, v, bias, 0.3, mask == "causal")
     shown = torch.arange(S)[None] < 1 if mask == "causal" else bias
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, shown, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(out, expected.nan_to_num(0.0))

@@ -287,7 +287,11 @@ def _on_cuda(problem: Problem, grouped: bool) -> tuple[str, ...]:
         mask = q.new_empty(full if problem.mask_learns else own, dtype=problem.dtype).expand(full)
         if problem.mask_learns:
             mask.requires_grad_()
-        if mask_rows_have_32_bits() and hint(mask.shape[2]) * hint(mask.stride(2)) > 2**32:
+        # What is given may be a part of a tensor with longer rows.
+        rows = [
+            hint(t.stride(-2)) for t in (mask, *given) if t.dim() > 1 and not known_true(t.shape[-2] == 1)
+        ]
+        if mask_rows_have_32_bits() and hint(mask.shape[2]) * max(rows, default=0) > 2**32:
             raise Reason.NO_KERNEL.left_to_stock(
                 "SDPA of this torch may read wrong rows of a mask of more than 2^32 pairs of queries and keys"
             )

@@ -184,9 +184,10 @@ def _side(argument: Any) -> _Side | None:
 
 def _is_bias(node: fx.Node, added: fx.Node) -> bool:
     """Whether a sum adds an input of the graph to more elements than it has."""
+    own, whole = tensor(node), tensor(added)  # a size that is added is no tensor
     if added.target is not aten.add.Tensor or through(node, VIEWS | CASTS).op != "placeholder":
         return False
-    return bool(hint(value(node).numel()) < hint(value(added).numel()))
+    return own is not None and whole is not None and bool(hint(own.numel()) < hint(whole.numel()))
 
 
 def _is_read(part: fx.Node) -> bool:

@@ -30,7 +30,7 @@ from ...graph.inlined import put_in_place
 from ...graph.products import unviewed
 from ...layouts import pinning
 from ...operands import repeated_dims, tensor, value
-from .attention_gradients import SDPA_BACKWARDS, SDPA_FORWARDS, attention, gradients
+from .attention_gradients import SDPA_BACKWARDS, SDPA_FORWARDS, attention, flash, gradients
 from .known import (
     BROADCAST_NUMBER,
     CUDNN_DECODING,
@@ -123,6 +123,12 @@ def _is_differentiated_with_dropout(call: fx.Node) -> bool:
     return bool(keeps) and isinstance(dropout, float) and dropout > 0.0
 
 
+def _scale(call: fx.Node, q: Any) -> float:
+    """What a call multiplies the scores by."""
+    given: Any = call.kwargs.get("scale")
+    return 1 / math.sqrt(value(q).shape[-1]) if given is None else float(given)
+
+
 def _argument(call: fx.Node, position: int) -> Any:
     return call.args[position] if position < len(call.args) else None
 
@@ -151,7 +157,7 @@ class CudnnCalls(Candidate):
         by_cudnn = [call for call in self.backward if call not in (*by_flash, *written)]
         for call in written:
             operands = [call.args[i] for i in (_GRADIENT, _QUERY, _KEY, _VALUE)]
-            settings = (None, call.kwargs.get("scale"), bool(_argument(call, _CAUSAL)))
+            settings = (None, _scale(call, call.args[_QUERY]), bool(_argument(call, _CAUSAL)))
             put_in_place(call, gradients, (*operands, *settings))
         with suppress_guards(mode), torch.no_grad(), computing_fakes(mode):
             for call in self.dropped:
@@ -179,16 +185,13 @@ class Decoding(Candidate):
     def rewrite(self) -> str:
         call = self.anchor
         q, k, v, bias = call.args[:4]
-        causal = bool(_argument(call, _FORWARD_CAUSAL))
-        by_flash = bias is None and not causal and _have_dims_of_flash(*map(value, (q, k, v)))
-        compute = attention if _argument(call, _WITH_LOGSUMEXP) else _output
-        put_in_place(call, compute, (q, k, v, bias, call.kwargs.get("scale"), causal, by_flash))
+        scale, causal = _scale(call, q), bool(_argument(call, _FORWARD_CAUSAL))
+        results = 2 if _argument(call, _WITH_LOGSUMEXP) else 1
+        if bias is None and not causal and _have_dims_of_flash(*map(value, (q, k, v))):
+            put_in_place(call, lambda *given: flash(*given)[:results], (q, k, v, scale))
+        else:
+            put_in_place(call, lambda *given: attention(*given)[:results], (q, k, v, bias, scale, causal))
         return f"cuDNN, cured of {CUDNN_DECODING.name}"
-
-
-def _output(*arguments: Any) -> tuple[torch.Tensor]:
-    """The output of an attention alone."""
-    return (attention(*arguments)[0],)
 
 
 def decodes_wrongly(device: torch.device) -> bool:

@@ -27,58 +27,25 @@ SDPA_FORWARDS, SDPA_BACKWARDS = (
 )
 
 
+def flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `attention` returns, by flash attention, without a bias."""
+    made = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
+    return made[0], made[1].unsqueeze(-1)
+
+
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float | None,
-    causal: bool,
-    by_flash: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, in the dtype of q, and the logsumexp (batch, heads, queries, 1) in float32.
 
     Args:
         q, k, v, bias: as those of `gradients`.
-        by_flash: call flash attention, which takes neither a bias nor fewer queries than keys with `causal`.
     """
-    if by_flash:
-        made = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
-        return made[0], made[1].unsqueeze(-1)
-    scores, groups = _scores(q, k, bias, scale, causal), q.shape[1] // k.shape[1]
-    weights, logsumexp = _weights(scores)
-    wide = _repeated(v, groups, scores.dtype)
-    return (weights @ wide).to(q.dtype), logsumexp.float()
-
-
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, scale: float | None, causal: bool
-) -> torch.Tensor:
-    """The scores, masked, in float32 at least."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    factor = scale if scale is not None else 1 / math.sqrt(q.shape[-1])
-    scores = q.to(wide) @ _repeated(k, q.shape[1] // k.shape[1], wide).mT * factor
-    if bias is not None and bias.dtype == torch.bool:
-        scores = torch.where(bias, scores, -math.inf)
-    elif bias is not None:
-        scores = scores + bias.to(wide)
-    if causal:
-        rows = torch.arange(q.shape[2], device=q.device)[:, None]
-        scores = torch.where(torch.arange(k.shape[2], device=q.device)[None] <= rows, scores, -math.inf)
-    return scores
-
-
-def _weights(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The softmax, 0 in fully masked rows, and the logsumexp."""
-    most = scores.amax(-1, keepdim=True)
-    powers = torch.exp(scores - torch.where(most == -math.inf, 0.0, most))
-    total = powers.sum(-1, keepdim=True)
-    return powers / torch.where(total == 0, 1.0, total), most + total.log()
-
-
-def _repeated(x: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
-    """Keys or values with as many heads as the queries."""
-    return x.to(dtype).repeat_interleave(groups, 1) if groups > 1 else x.to(dtype)
+    wide_q, wide_k, wide_v = _wide(q, k, v)
+    weights, logsumexp = _softmax(wide_q, wide_k, bias, scale, causal)
+    return (weights @ wide_v).to(q.dtype), logsumexp.float()
 
 
 def gradients(
@@ -87,7 +54,7 @@ def gradients(
     k: torch.Tensor,
     v: torch.Tensor,
     bias: torch.Tensor | None,
-    scale: float | None,
+    scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of q, k, v, and of the bias if there is one.
@@ -97,14 +64,13 @@ def gradients(
         q, k, v: (batch, heads, length, dim); k and v may have fewer heads.
         bias: added to the scores, or a mask of those that are seen; broadcast.
     """
-    factor = scale if scale is not None else 1 / math.sqrt(q.shape[-1])
-    scores, groups = _scores(q, k, bias, scale, causal), q.shape[1] // k.shape[1]
-    wide_grad, wide_q = grad.to(scores.dtype), q.to(scores.dtype)
-    wide_k, wide_v = (_repeated(each, groups, scores.dtype) for each in (k, v))
-    weights, _ = _weights(scores)  # a fully masked row gives nothing to any gradient
+    wide_q, wide_k, wide_v = _wide(q, k, v)
+    weights, _ = _softmax(wide_q, wide_k, bias, scale, causal)
+    wide_grad = grad.to(wide_q.dtype)
     change = wide_grad @ wide_v.mT
     change = weights * (change - (weights * change).sum(-1, keepdim=True))
-    made = [change @ wide_k * factor, change.mT @ wide_q * factor, weights.mT @ wide_grad]
+    made = [change @ wide_k * scale, change.mT @ wide_q * scale, weights.mT @ wide_grad]
+    groups = q.shape[1] // k.shape[1]
     if groups > 1:
         made[1:] = [each.unflatten(1, (-1, groups)).sum(2) for each in made[1:]]
     found = [each.to(like.dtype) for each, like in zip(made, (q, k, v), strict=True)]
@@ -112,3 +78,30 @@ def gradients(
         shared = [dim for dim in range(change.dim()) if bias.shape[dim] == 1 and change.shape[dim] != 1]
         found.append((change.sum(shared, keepdim=True) if shared else change).to(bias.dtype))
     return tuple(found)
+
+
+def _wide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    """q, k and v in float32 at least, with as many heads."""
+    dtype, groups = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
+    repeated = (
+        each.to(dtype).repeat_interleave(groups, 1) if groups > 1 else each.to(dtype) for each in (k, v)
+    )
+    return [q.to(dtype), *repeated]
+
+
+def _softmax(
+    q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights, 0 in fully masked rows, which give nothing to any gradient; and the logsumexp."""
+    scores = q @ k.mT * scale
+    if bias is not None and bias.dtype == torch.bool:
+        scores = torch.where(bias, scores, -math.inf)
+    elif bias is not None:
+        scores = scores + bias.to(q.dtype)
+    if causal:
+        rows = torch.arange(q.shape[2], device=q.device)[:, None]
+        scores = torch.where(torch.arange(k.shape[2], device=q.device)[None] <= rows, scores, -math.inf)
+    most = scores.amax(-1, keepdim=True)
+    powers = torch.exp(scores - torch.where(most == -math.inf, 0.0, most))
+    total = powers.sum(-1, keepdim=True)
+    return powers / torch.where(total == 0, 1.0, total), most + total.log()

@@ -74,7 +74,7 @@ CUDNN_DECODING = Defect(
     "call it there",
     condition="one query, as in decoding",
     effect="wrong values",
-    instead="flash attention or matrix products compute it",
+    instead="flash attention or matrix products compute it; with dropout the call is left as it is",
     source="pytorch#193893, pytorch#194927",
 )
 CUDNN_MISALIGNED = Defect(

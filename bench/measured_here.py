@@ -6,8 +6,9 @@ Three processes, one after the other, each with stock and fused side by side, fr
     first    a copy of the package without its tables, which measures: INDUCTOR_FUSIONS_MEASURE=1
     second   the same again: it finds what the first one has measured
 
-Of each model: device time and compile time of both, and how much of the logarithm of the gain with the tables
-is kept. Models have two layers of their real widths; those of the adapters are in no table.
+The budget of measuring is that of a process with one model. Of each model: device time and compile time of
+both, and how much of the logarithm of the gain with the tables is kept. Models have two layers of their real
+widths; those of the adapters are in no table.
 
     python -m bench.measured_here --out /tmp/measured_here.json --budget 60
     python -m bench.measured_here --device cpu --quick --out /tmp/try.json
@@ -69,12 +70,14 @@ def measure(case: model_cases.Case, device: str, quick: bool) -> Json:
 
     row: Json = {"name": case.name, "compile_s": {}}
     variants, spent = variants_of(case, device, quick), decisions.measurer.spent
+    decisions.measurer.spent = 0.0
     for name, variant in variants.items():
         first = variant.first_step(device)
         start = time.perf_counter()
         variant.step()
         row["compile_s"][name] = round(first - (time.perf_counter() - start), 2)
-    row["measuring_s"] = round(decisions.measurer.spent - spent, 2)
+    row["measuring_s"] = round(decisions.measurer.spent, 2)
+    decisions.measurer.spent += spent
     sites = variants["fused"].sites
     row["fused"] = sum(site.verdict == "fused" for site in sites)
     row["sites"] = len(sites)
@@ -165,7 +168,7 @@ def main() -> None:
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
     )
-    parser.add_argument("--budget", type=int, default=60, help="seconds of measuring in each process")
+    parser.add_argument("--budget", type=int, default=60, help="seconds of measuring for each model")
     parser.add_argument("--only", default="", help="only models whose name matches this expression")
     parser.add_argument("--quick", action="store_true", help="small models, to try it")
     parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)

@@ -91,14 +91,7 @@ def _around(compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from .driver import recovery
 
     args, kwargs = _inductor.with_passes_in_options(_with_ours, args, kwargs)
-    if not config.measure:
-        return recovery.around(compile, *args, **kwargs)
-    from . import decisions
-
-    try:
-        return recovery.around(compile, *args, **kwargs)
-    finally:
-        decisions.measurer.rest()
+    return recovery.around(compile, *args, **kwargs)
 
 
 def _starts(model: Any) -> None:

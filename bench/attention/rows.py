@@ -123,7 +123,8 @@ def cuda_rows() -> list[Row]:
     masks = ["none", "causal", "pad", "bias", "bias_full", "bias_batch", "bool4d"]
     rows += rows_of(wide, masks, "float32", [False])
     rows += rows_of([(1, 16, 2048, 64), (8, 8, 1024, 32)], ["causal"], "float32", [True])
-    return list(dict.fromkeys(rows + few_queries_or_keys() + neighbours() + cross_attention()))
+    rows += few_queries_or_keys() + neighbours() + cross_attention() + other_head_dims()
+    return list(dict.fromkeys(rows))
 
 
 def neighbours() -> list[Row]:
@@ -174,6 +175,15 @@ def cross_attention() -> list[Row]:
         rows += rows_of(some[:1], ["bias"], q_len=queries)
         rows += rows_of(some[:1], ["none", "pad"], "float32", [False], q_len=queries)
     return rows
+
+
+def other_head_dims() -> list[Row]:
+    """Head dims beside 32, 64, 80, 128 and 256: diffusion models, vision encoders, Phi-3."""
+    small = [(64, 8, 196, 16), (8, 8, 1024, 16)]
+    diffusion = [(2, 8, 4096, 40), (8, 8, 1024, 40), (8, 8, 256, 160), (2, 8, 1024, 160)]
+    vision = [(32, 16, 256, 72), (4, 16, 729, 72), (32, 8, 196, 96), (8, 12, 1024, 96)]
+    rows = rows_of(small + diffusion + vision, ["none", "pad", "bias"])
+    return rows + rows_of([(2, 32, 2048, 96)], ["causal", "bias_batch"])
 
 
 def few_queries_or_keys() -> list[Row]:

@@ -35,12 +35,17 @@ def fresh_compile() -> Iterator[None]:
 
 
 def compile_each_anew() -> None:
-    """Compile without caches from now on, in this process alone."""
-    import torch._dynamo
+    """Compile without caches of graphs from now on, in this process alone; those of kernels are used.
 
-    inductor_config().force_disable_caches = True
+    Inductor is imported, so that children of this process need not do it. That uses no device.
+    """
+    import torch._functorch.config
+    import torch._inductor.compile_fx
+    import torch._inductor.graph
+
+    torch._functorch.config.enable_autograd_cache = False
+    inductor_config().fx_graph_cache = inductor_config().fx_graph_remote_cache = False
     inductor_config().compile_threads = 1
-    torch._dynamo.config.recompile_limit = 64
 
 
 def without_attention_patterns() -> None:

@@ -5,7 +5,18 @@ the files with their rows, and `machine` what was measured on this machine.
 """
 
 from .attention import attention, flex_backward, flex_options
-from .deciding import Decision, Query, Span, asked, bracket, decide, decide_for_all, once, tiles
+from .deciding import (
+    Decision,
+    Query,
+    Span,
+    asked,
+    bracket,
+    decide,
+    decide_for_all,
+    measured_together,
+    once,
+    tiles,
+)
 from .devices import hardware, of_another_kind, target, too_old, unsupported
 from .measuring import measurer
 from .trying import configured, some, trial

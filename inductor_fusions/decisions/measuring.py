@@ -1,7 +1,7 @@
-"""Measurements on this machine: when they are allowed, their order, and the worker process.
+"""Measurements on this machine: when they are allowed, and in which order.
 
-A problem is measured in a process of its own (`inductor_fusions.worker`). Whatever happens there, the compile
-that asks and the memory of its process are not affected.
+A problem is measured in a process of its own (`asking`). Whatever happens there, the compile that asks and
+the memory of its process are not affected.
 """
 
 from __future__ import annotations
@@ -12,128 +12,28 @@ import json
 import logging
 import math
 import os
-import select
-import shutil
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .. import _inductor, config
-from . import machine, tables
+from . import machine
+from .asking import Problem, Unanswered, Worker
 from .problems import SECTIONS, Row
 
 log = logging.getLogger(__name__)
 
 #: From which second on it is said that something is measured, and how often again.
 SILENT, AGAIN = 3.0, 10.0
-#: Seconds after which a problem is given up, whatever the budget.
-LONGEST = 120.0
-
-#: Runs the worker of this very package, wherever it was imported from.
-_MAIN = (
-    "import sys; sys.path.insert(0, {!r}); from inductor_fusions.worker import main; sys.path.pop(0); main()"
-)
 
 Rows = Mapping[str, Sequence[Row]]
-#: A problem: its section, its row, and the kernels that support it.
-Problem = tuple[str, Row, tuple[str, ...]]
-
-
-class Unanswered(Exception):
-    """The process that measures has not answered in time, or not at all."""
-
-
-class Worker:
-    """The process that measures; it is started when it is first asked, and ends by itself when it is idle."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.owner = device, os.getpid()
-        self.process: subprocess.Popen[bytes] | None = None
-        self.folder = ""
-
-    def ask(self, problem: Problem, seconds: float) -> dict[str, Any]:
-        """Ask the worker: {"rows": of each section}, {"unable": why} or {"error": exception}.
-
-        Raises:
-            Unanswered: not in this time, or it died; it is ended then.
-            OSError: it cannot be started.
-        """
-        section, row, kernels = problem
-        index = self.device.index or 0 if self.device.type == "cpu" else self.device.index
-        asked = {
-            "section": section, "row": dict(row), "kernels": list(kernels), "device": self.device.type,
-            "index": torch.cuda.current_device() if index is None else index,
-            "threads": torch.get_num_threads(),
-        }  # fmt: skip
-        if self.process is None or self.process.poll() is not None:
-            self._start()
-        assert self.process is not None and self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(asked).encode() + b"\n")
-            self.process.stdin.flush()
-            answer = json.loads(self._line(time.monotonic() + seconds))
-        except (BrokenPipeError, ValueError) as error:
-            self.end()
-            raise Unanswered("the measuring process died") from error
-        except Unanswered:
-            self.end()
-            raise
-        return dict(answer)
-
-    def _line(self, until: float) -> bytes:
-        assert self.process is not None and self.process.stdout is not None
-        found, pipe = b"", self.process.stdout.fileno()
-        while not found.endswith(b"\n"):
-            left = until - time.monotonic()
-            if left <= 0:
-                raise Unanswered("the measurement timed out")
-            if select.select([pipe], [], [], min(left, 0.5))[0]:
-                some = os.read(pipe, 1 << 16)
-                if not some:
-                    raise Unanswered("the measuring process died")
-                found += some
-        return found
-
-    def _start(self) -> None:
-        self.end()
-        self.folder = tempfile.mkdtemp(prefix="inductor_fusions-")
-        # What is set for this process does not hold there, but for the tables.
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("INDUCTOR_FUSIONS", "TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE_DEBUG"))
-            or name == tables.VARIABLE
-        }
-        caches = dict.fromkeys(("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), self.folder)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN.format(str(Path(__file__).parents[2]))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=self.folder,
-            env={**kept, **caches},
-        )  # fmt: skip
-
-    def end(self) -> None:
-        """End the process, and remove what it has written."""
-        if os.getpid() != self.owner:
-            return
-        process, self.process = self.process, None
-        if process is not None:
-            process.kill()
-            for pipe in (process.stdin, process.stdout):
-                with contextlib.suppress(OSError):
-                    if pipe is not None:
-                        pipe.close()
-            process.wait()
-        if self.folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder = ""
+#: Whether enough is known of a problem by now.
+Known = Callable[[Problem, torch.device], bool]
 
 
 class Measurer:
@@ -142,7 +42,7 @@ class Measurer:
     Attributes:
         spent: seconds of the budget that are used.
         measured: the problems that have rows now, in order.
-        left: how many were not reached.
+        left: how many have none, for lack of time or because of an error.
     """
 
     def __init__(self) -> None:
@@ -168,7 +68,7 @@ class Measurer:
 
     def forbidden(self, device: torch.device) -> str:
         """Why nothing is measured here, or ""."""
-        if device.type not in ("cpu", "cuda") or os.name != "posix" or not sys.executable:
+        if device.type not in ("cpu", "cuda") or sys.platform != "linux" or not sys.executable:
             return "no worker process is available"
         if _inductor.is_absent():
             return "the device is not in this machine"
@@ -183,7 +83,7 @@ class Measurer:
     # -- what comes first -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def first_what_saves_most(self) -> Iterator[None]:
+    def first_what_saves_most(self, known: Known) -> Iterator[None]:
         """Problems that would be measured inside are counted, and measured at the end."""
         before: Counter[tuple[str, torch.device]] | None = getattr(self.here, "collected", None)
         found: Counter[tuple[str, torch.device]] = Counter()
@@ -193,7 +93,7 @@ class Measurer:
         finally:
             self.here.collected = before
         for device in {device for _, device in found}:
-            self.measure({text: count for (text, at), count in found.items() if at == device}, device)
+            self.measure({text: count for (text, at), count in found.items() if at == device}, device, known)
 
     def collects(self, problem: Problem, device: torch.device) -> bool:
         """Whether problems are collected: then this one is counted."""
@@ -205,13 +105,14 @@ class Measurer:
 
     # -- measuring --------------------------------------------------------------------------------------
 
-    def measure(self, counts: Mapping[str, int], device: torch.device) -> None:
+    def measure(self, counts: Mapping[str, int], device: torch.device, known: Known) -> None:
         """Measure problems, those with the largest savings first, and store the rows.
 
         Whatever goes wrong is said once, and leaves the problems to stock.
 
         Args:
             counts: of each problem as JSON, the number of places where it stands.
+            known: asked before each: rows of those before it may say enough.
         """
         read = [(json.loads(text), count) for text, count in counts.items()]
         found = [((section, row, tuple(kernels)), count) for (section, row, kernels), count in read]
@@ -224,46 +125,40 @@ class Measurer:
             if not todo:
                 return
             started, before = time.monotonic(), self.spent
+            open_ = {_key(problem, device) for problem in todo}
+
+            def left() -> float:
+                self.spent = before + time.monotonic() - started
+                return self._budget() - self.spent
+
+            def unknown() -> Iterator[Problem]:
+                for problem in todo:
+                    if not known(problem, device):
+                        yield problem
+                    else:
+                        open_.discard(_key(problem, device))
+
             try:
                 if why := machine.prepare():
                     raise OSError(why)
                 with machine.lock(device) as mine:
                     if not mine:
                         raise Unanswered("another process is measuring on this machine")
-                    with _progress(len(todo), self._budget() - self.spent) as done:
-                        for number, problem in enumerate(todo):
-                            done[0] = number
-                            self.spent = before + time.monotonic() - started
-                            self._one(problem, device)
+                    with _progress(len(todo), left()) as done:
+                        for problem, answer in self._worker(device).answers(unknown(), left):
+                            self.asked.add(_key(problem, device))
+                            if self._take(problem, answer, device):
+                                open_.discard(_key(problem, device))
+                            done[0] = len(todo) - len(open_)
             except Exception as error:
                 self._say(f"left to stock: {error}")
-                rest = {_key(problem, device) for problem in todo} - self.asked
-                self.left += len(rest)
-                self.asked |= rest
             finally:
-                self.spent = before + time.monotonic() - started
+                left()
+                self.left += len(open_)
+                self.asked |= open_
 
-    def rest(self) -> None:
-        """End the processes that measure, as the code that was compiled may need their memory."""
-        if self.lock.acquire(blocking=False):
-            try:
-                for worker in self.workers.values():
-                    worker.end()
-            finally:
-                self.lock.release()
-
-    def _one(self, problem: Problem, device: torch.device) -> None:
-        self.asked.add(_key(problem, device))
-        seconds = min(self._budget() - self.spent, LONGEST)
-        if seconds <= 0:
-            self.left += 1
-            return
-        try:
-            answer = self._worker(device).ask(problem, seconds)
-        except Unanswered as error:
-            self.left += 1
-            self._say(f"{problem[0]} {json.dumps(problem[1])} is left to stock: {error}")
-            return
+    def _take(self, problem: Problem, answer: Mapping[str, Any], device: torch.device) -> bool:
+        """Store what was measured; whether nothing went wrong."""
         if "rows" in answer:
             machine.add(device, _checked(answer["rows"], problem))
             self.measured.append(problem)
@@ -271,6 +166,8 @@ class Measurer:
             log.info("%s was not measured: %s", problem, answer["unable"])
         else:
             self._say(f"{problem[0]} {json.dumps(problem[1])} is left to stock: {answer.get('error')}")
+            return False
+        return True
 
     def _worker(self, device: torch.device) -> Worker:
         if device not in self.workers:

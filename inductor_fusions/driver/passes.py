@@ -226,7 +226,7 @@ def _measure(fusion: Fusion, graph: fx.Graph) -> None:
     All guards run once, so that the problems with the largest savings are measured first. What the guards
     raise is ignored here: they run again when the sites are fused.
     """
-    with decisions.measurer.first_what_saves_most(), contextlib.suppress(Exception):
+    with decisions.measured_together(), contextlib.suppress(Exception):
         for candidate in _candidates(fusion, graph):
             if not candidate.finishes:
                 with contextlib.suppress(Exception), changes.reading(fusion, graph):

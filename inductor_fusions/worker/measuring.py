@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,7 +30,9 @@ class NotFusedError(RuntimeError):
     """Nothing was fused in the function of a problem."""
 
 
-def gains(case: Case, kernels: Sequence[str], device: str) -> dict[str, float]:
+def gains(
+    case: Case, kernels: Sequence[str], device: str, turn: AbstractContextManager[None]
+) -> dict[str, float]:
     """The speedup of each kernel of an attention over stock; 0 if its result is wrong.
 
     Kernels that do not take it are left out.
@@ -42,11 +44,12 @@ def gains(case: Case, kernels: Sequence[str], device: str) -> dict[str, float]:
                 runs[kernel] = _fused(case, {"attention_kernel": kernel}, kernel)
             except NotFusedError:
                 continue
-    times = _judged(case, stock, runs, device, both_clocks=True)
+    with turn:
+        times = _judged(case, stock, runs, device, both_clocks=True)
     return {kernel: round(gain, 3) for kernel, gain in times.items()}
 
 
-def best(case: Case, device: str) -> tuple[float, dict[str, list[Row]]]:
+def best(case: Case, device: str, turn: AbstractContextManager[None]) -> tuple[float, dict[str, list[Row]]]:
     """The gain of the fastest configuration over stock, 0 if all are wrong; and rows with the tiles of its
     kernels, by section."""
     stock, runs, made_of = _stock(case), {}, {}
@@ -56,7 +59,8 @@ def best(case: Case, device: str) -> tuple[float, dict[str, list[Row]]]:
         if trial.exhausted:
             break
         runs[str(number)], made_of[str(number)] = run, trial.rows
-    found = _judged(case, stock, runs, device)
+    with turn:
+        found = _judged(case, stock, runs, device)
     name = max(found, key=lambda each: found[each])
     return round(found[name], 3), made_of[name]
 
@@ -160,11 +164,3 @@ def _exact(case: Case) -> tuple[Tensors, int]:
         outputs = case.fn(*(wide[id(x)] for x in case.inputs))
         exact = [*outputs, *_gradients(outputs, [wide[id(x)] for x in case.leaves])]
     return exact, len(outputs)
-
-
-def clean_up(device: str) -> None:
-    """Forget what was compiled, and give memory back."""
-    torch.compiler.reset()
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()

@@ -52,12 +52,12 @@ class Measured:
         gain = dict.fromkeys(kernels, self.gain) if section == "attention" else self.gain
         return {"rows": {section: [{**row, "gain": gain}]}}
 
-    def ask(self, problem: Any, seconds: float) -> dict[str, Any]:
-        self.asked.append((problem[0], dict(problem[1])))
-        self.now += min(self.takes, seconds)
-        if self.takes > seconds:
-            raise Unanswered("the measurement timed out")
-        return json.loads(json.dumps(self.answer(problem)))  # type: ignore[no-any-return]
+    def answers(self, problems: Iterator[Any], left: Callable[[], float]) -> Iterator[tuple[Any, Any]]:
+        while (seconds := left()) > 0 and (problem := next(problems, None)) is not None:
+            self.asked.append((problem[0], dict(problem[1])))
+            self.now += min(self.takes, seconds)
+            found = self.answer(problem) if self.takes <= seconds else {"error": "the measurement timed out"}
+            yield problem, json.loads(json.dumps(found))
 
     def end(self) -> None:
         pass
@@ -135,8 +135,7 @@ def test_a_symbolic_number_of_tokens_is_measured_at_its_hint_alone(process: Meas
 
 def test_what_saves_most_comes_first(process: Measured) -> None:
     small, large, often = (attention(q_len=n, kv_len=n) for n in (64, 2048, 512))
-    measurer = decisions.deciding.measurer
-    with measurer.first_what_saves_most():
+    with decisions.measured_together():
         for query in (small, large, *[often] * 40):
             assert decide(query, CPU).source == "pending"
         assert process.asked == []
@@ -144,10 +143,20 @@ def test_what_saves_most_comes_first(process: Measured) -> None:
     assert decide(small, CPU).source == "this machine"
 
 
+def test_what_the_rows_of_others_say_enough_of_is_not_measured(process: Measured) -> None:
+    large, near, far = (lora(tokens=n) for n in (1 << 16, (1 << 16) - 4096, 1 << 8))
+    with decisions.measured_together():
+        for query in (near, far, large):
+            assert decide(query, CPU).source == "pending"
+    assert [row["tokens"] for _, row in process.asked] == [1 << 16, 1 << 8]
+    assert decide(near, CPU).source == "estimated"
+    assert decisions.deciding.measurer.left == 0
+
+
 def test_threads_collect_apart(process: Measured) -> None:
     """Another thread that compiles meanwhile measures at once."""
     found: list[str] = []
-    with decisions.deciding.measurer.first_what_saves_most():
+    with decisions.measured_together():
         thread = threading.Thread(target=lambda: found.append(measured_apart(attention(q_len=64, kv_len=64))))
         thread.start()
         thread.join()
@@ -259,11 +268,31 @@ def test_what_goes_wrong_leaves_it_to_stock_and_is_said_once(
 
 
 def test_no_process_can_be_started(process: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(problem: Any, seconds: float) -> Any:
+    def refused(problems: Any, left: Any) -> Any:
         raise OSError("no more processes")
 
-    monkeypatch.setattr(process, "ask", refused)
+    monkeypatch.setattr(process, "answers", refused)
     assert decide(attention(), CPU).source == "stock"
+    assert decisions.deciding.measurer.left == 1
+
+
+def test_a_process_that_dies_leaves_the_rest_to_stock(
+    process: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dying(problems: Iterator[Any], left: Any) -> Iterator[Any]:
+        first, _ = next(problems), next(problems)
+        yield first, process.answer(first)
+        raise Unanswered("the measuring process died")
+
+    monkeypatch.setattr(process, "answers", dying)
+    sizes = (4096, 256, 16)
+    with decisions.measured_together():
+        for n in sizes:
+            decide(attention(q_len=n, kv_len=n), CPU)
+    found = [decide(attention(q_len=n, kv_len=n), CPU).source for n in sizes]
+    assert found[0] == "this machine" and "this machine" not in found[1:]
+    measurer = decisions.deciding.measurer
+    assert (measurer.left, len(measurer.measured)) == (2, 1)
 
 
 # -- one process of several ----------------------------------------------------------------------------------
@@ -300,32 +329,7 @@ def test_nothing_is_measured_for_a_folder_that_others_can_write_to(process: Meas
     assert decide(attention(), CPU).source == "stock" and process.asked == []
 
 
-# -- when a compile ends -----------------------------------------------------------------------------------
-
-
-def test_the_process_ends_with_the_compile(monkeypatch: pytest.MonkeyPatch, fresh_cache: None) -> None:
-    """What was compiled may need the memory that it holds."""
-    ended: list[str] = []
-    monkeypatch.setattr(Measurer, "rest", lambda self: ended.append("ended"))
-    for measure, expected in ((False, []), (True, ["ended"])):
-        torch.compiler.reset()
-        with config.patch(measure=measure):
-            torch.compile(lambda x: x.sin() + 1)(torch.ones(3))
-        assert sorted(set(ended)) == expected
-
-
-def test_resting_ends_processes_and_waits_for_nobody(process: Measured) -> None:
-    measurer = decisions.deciding.measurer
-    ended: list[str] = []
-    process.end = lambda: ended.append("ended")  # type: ignore[method-assign]
-    decide(attention(), CPU)
-    with measurer.lock:
-        thread = threading.Thread(target=measurer.rest)
-        thread.start()
-        thread.join(30)
-        assert not thread.is_alive() and ended == []
-    measurer.rest()
-    assert ended == ["ended"]
+# -- progress --------------------------------------------------------------------------------------------
 
 
 def test_progress_is_said_from_the_third_second_on(capfd: pytest.CaptureFixture[str]) -> None:

@@ -7,26 +7,28 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import inductor_fusions
-from inductor_fusions.decisions import measuring, problems
-from inductor_fusions.decisions.measuring import Unanswered
+from inductor_fusions.decisions import asking, measuring, problems
+from inductor_fusions.decisions.asking import Unanswered
 from inductor_fusions.decisions.problems import SECTIONS
 from tests.decisions.test_measuring import ATTENTION, CPU
 
 
-def _forked(answers: Any, worker: measuring.Worker) -> None:
+def _forked(answers: Any, worker: asking.Worker) -> None:
     measurer = measuring.measurer
     answers.put((len(measurer.workers), measurer.spent))
     worker.end()
 
 
 def test_a_child_does_not_end_the_process_of_its_parent(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measurer, worker = measuring.measurer, measuring.Worker(CPU)
+    measurer, worker = measuring.measurer, asking.Worker(CPU)
     worker.process = subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     monkeypatch.setitem(measurer.workers, CPU, worker)
     monkeypatch.setattr(measurer, "spent", 5.0)
@@ -43,15 +45,72 @@ def test_a_child_does_not_end_the_process_of_its_parent(home: Path, monkeypatch:
     assert worker.process is None
 
 
-def test_a_process_that_does_not_answer_is_ended(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = measuring.Worker(CPU)
-    problem = ("attention", ATTENTION, ("sdpa",))
-    with pytest.raises(Unanswered, match="timed out"):
-        worker.ask(problem, 0.0)
+WORDS = {
+    "section": "import json, sys\nfor line in sys.stdin:\n    asked = json.loads(line)\n"
+    "    print(json.dumps({'unable': asked['section'], 'number': asked['number']}), flush=True)\n",
+    "no answer": "import time\ntime.sleep(600)\n",
+    "no words": "print('{', flush=True)\nimport time\ntime.sleep(600)\n",
+    "another number": "print('{\"number\": 7}', flush=True)\nimport time\ntime.sleep(600)\n",
+    "gone": "",
+}
+
+
+def problems_of(*sizes: int) -> Iterator[asking.Problem]:
+    for size in sizes:
+        yield "attention", {**ATTENTION, "q_len": size}, ("sdpa",)
+
+
+@pytest.fixture
+def talking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], asking.Worker]]:
+    """A worker whose process says something else."""
+    worker = asking.Worker(CPU)
+
+    def with_words(name: str) -> asking.Worker:
+        monkeypatch.setattr(asking, "_MAIN", WORDS[name].replace("{", "{{").replace("}", "}}"))
+        return worker
+
+    yield with_words
+    worker.end()
     assert worker.process is None and worker.folder == ""
-    monkeypatch.setattr(sys, "executable", "/bin/true")
-    with pytest.raises(Unanswered, match="died"):
-        worker.ask(problem, 30.0)
+
+
+def test_problems_are_asked_side_by_side(
+    talking: Callable[[str], asking.Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "side_by_side", lambda device: 2)
+    taken: list[int] = []
+    given = (taken.append(one[1]["q_len"]) or one for one in problems_of(1, 2, 3))  # type: ignore[func-returns-value]
+    found = talking("section").answers(given, lambda: 60.0)
+    problem, answer = next(found)
+    assert answer["unable"] == "attention" and problem[1]["q_len"] == 1 and taken == [1, 2]
+    assert [problem[1]["q_len"] for problem, _ in found] == [2, 3]
+
+
+def test_without_time_nothing_is_asked(talking: Callable[[str], asking.Worker]) -> None:
+    assert list(talking("section").answers(problems_of(1, 2), lambda: 0.0)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("no answer", "timed out"), ("no words", "died"), ("another number", "died"), ("gone", "died")],
+)
+def test_a_process_that_does_not_answer_is_ended(
+    name: str, why: str, talking: Callable[[str], asking.Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "GRACE", 0.2)
+    left = iter([1.0, 1.0])
+    worker = talking(name)
+    with pytest.raises(Unanswered, match=why):
+        list(worker.answers(problems_of(1), lambda: next(left, 30.0 if why == "died" else 0.0)))
+    assert worker.process is None and worker.folder == ""
+
+
+def test_places_are_those_that_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asking.side_by_side(CPU) == 1
+    monkeypatch.setattr(asking.os, "sched_getaffinity", lambda pid: range(12))
+    for free, places in ((100 << 30, 6), (9 << 30, 2), (1 << 30, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 100 << 30))
+        assert asking.side_by_side(torch.device("cuda", 0)) == places
 
 
 @pytest.mark.slow

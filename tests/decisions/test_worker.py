@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
+import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -111,7 +113,7 @@ def ask(**changes: Any) -> dict[str, Any]:
     saved = torch.get_num_threads()
     with mock.patch.object(worker, "set_up", lambda asked: None):
         try:
-            return worker.answer(given)
+            return worker.answer(given, contextlib.nullcontext())
         finally:
             torch.set_num_threads(saved)
 
@@ -183,34 +185,55 @@ def test_the_first_sample_alone_is_compared_where_samples_are_apart() -> None:
         torch.testing.assert_close(gradients[0][:sizes].double(), exact[1], rtol=1e-3, atol=1e-4)
 
 
-def test_a_question_and_an_answer_are_one_line_each(capfd: pytest.CaptureFixture[str]) -> None:
-    """What is printed meanwhile is no answer."""
-    ends = [os.pipe(), os.pipe()]
+CHILDREN = """
+import os, sys, time
+from inductor_fusions import worker
 
-    def talkative(asked: Any) -> dict[str, Any]:
-        print("words")
-        return {"unable": asked["section"]}
+def answer(asked, turn):
+    print("words")
+    if asked["section"] == "dies":
+        os._exit(1)
+    if asked["section"] == "slow":
+        time.sleep(600)
+    with turn:
+        open("turns", "a").write("in ")
+        time.sleep(0.3)
+        open("turns", "a").write("out ")
+    return {"unable": asked["section"]}
 
-    saved = os.dup(1)
-    try:
-        os.write(ends[0][1], b'{"section": "one"}\n{"section": "two"}\n')
-        os.close(ends[0][1])
-        os.dup2(ends[1][1], 1)
-        with mock.patch.object(worker, "answer", talkative), mock.patch.object(worker.sys, "stdin") as stdin:
-            stdin.buffer.fileno.return_value = ends[0][0]
-            worker.main()
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)
-    os.close(ends[1][1])
-    answers = b""
-    while some := os.read(ends[1][0], 4096):
-        answers += some
-    assert [json.loads(line) for line in answers.splitlines()] == [{"unable": "one"}, {"unable": "two"}]
+worker.prepare, worker.answer = (lambda: None), answer
+worker.main()
+"""
+
+
+def test_each_problem_is_measured_in_a_child(tmp_path: Path) -> None:
+    """What is printed meanwhile is no answer; one that dies or hangs is said; turns are one after another."""
+    here = os.pathsep.join([str(Path(inductor_fusions.__file__).parents[1]), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILDREN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": here},
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    for number, section in enumerate(["slow", "one", "dies", "two"]):
+        asked = {"section": section, "number": number, "seconds": 2.0 if section == "slow" else 60.0}
+        process.stdin.write(json.dumps(asked) + "\n")
+    process.stdin.flush()
+    found = [json.loads(process.stdout.readline()) for _ in range(4)]
+    assert sorted(found, key=lambda each: each["number"]) == [
+        {"error": "the measurement timed out", "number": 0},
+        {"unable": "one", "number": 1},
+        {"error": "the measuring process died", "number": 2},
+        {"unable": "two", "number": 3},
+    ]
+    assert found[-1]["number"] == 0
+    assert (tmp_path / "turns").read_text() == "in out in out "
+    process.stdin.write(json.dumps({"section": "slow", "number": 5, "seconds": 60.0}) + "\n")
+    process.stdin.close()
+    assert process.stdout.read() == "" and process.wait(30) == 0
 
 
 def test_the_process_takes_no_setting_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from inductor_fusions.decisions import measuring as asking
+    from inductor_fusions.decisions import asking
 
     made: dict[str, Any] = {}
     monkeypatch.setattr(asking.subprocess, "Popen", lambda *args, **given: made.update(given))
@@ -220,7 +243,8 @@ def test_the_process_takes_no_setting_of_its_parent(tmp_path: Path, monkeypatch:
     own._start()
     try:
         assert "INDUCTOR_FUSIONS_MAX" not in made["env"] and made["env"][tables.VARIABLE] == str(tmp_path)
-        assert made["env"]["TORCHINDUCTOR_CACHE_DIR"] == made["cwd"] == own.folder
+        assert made["cwd"] == own.folder
+        assert made["env"]["TORCHINDUCTOR_CACHE_DIR"].startswith(own.folder)
     finally:
         own.process = None
         own.end()
@@ -235,6 +259,7 @@ from inductor_fusions.worker import attention
 
 asked = {"row": {}, "device": "cpu", "threads": 1}
 if sys.argv[1] == "worker":
+    worker.prepare()
     worker.set_up(asked)
 row = {"batch": 2, "heads": 3, "q_len": 33, "kv_len": 33, "head_dim": 16, "dtype": "float32", "mask": "none"}
 case = attention.case({**row, "train": False}, "cpu")

@@ -37,7 +37,7 @@ LAYERS = {
     "records": {"sites", "_inductor"},
     "reporting": {"config", "records", "sites", "tags", "_inductor"},
     "decisions": {"config", "reasons", "_inductor"},
-    "worker": {"block_mm", "checking", "fusions", "ops"} | BASE,
+    "worker": {"block_mm", "checking", "driver", "fusions", "ops"} | BASE,
     "fusion": BASE,
     "operands": {"config", "decisions", "fusion", "reasons", "_inductor"},
     "lowering": {"config", "decisions", "fusion", "_inductor"},

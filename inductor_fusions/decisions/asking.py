@@ -124,7 +124,7 @@ class Worker:
             if not name.startswith(("INDUCTOR_FUSIONS", "TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE_DEBUG"))
             or name == tables.VARIABLE
         }
-        # Python imports from the folder it starts in, where one of Inductor's may be called like a module: z3.
+        # Python imports from the folder that it starts in: a folder of Inductor's may be called z3 there.
         caches = str(Path(self.folder, "caches"))
         kept |= dict.fromkeys(("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), caches)
         # By default, asking whether there is a GPU initialises CUDA, which a forked child cannot use then.

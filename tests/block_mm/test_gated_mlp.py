@@ -222,6 +222,34 @@ def returned(x: Any, w: Any, v: Any, y: Any) -> Any:
     return gate, gate * (x @ v)
 
 
+def added(t: Any, x: Any, w: Any, v: Any) -> Any:
+    return torch.addcmul(t, F.silu(x @ w), x @ v)
+
+
+#: What `addcmul` adds to a pair, how, and the code of the reason if it is left.
+ADDED: dict[str, tuple[tuple[int, ...], Callable[..., Any], str]] = {
+    "a residual": ((16, 32), added, ""),
+    "a bias": ((32,), added, ""),
+    "to a multiple": ((16, 32), lambda t, x, w, v: torch.addcmul(t, x @ v, F.gelu(x @ w), value=0.5), ""),
+    "to linears": ((16, 32), lambda t, x, w, v: torch.addcmul(t, x @ v, x @ w), ""),
+    "broadcast": ((2, 16, 32), added, "shapes"),
+    "float16": ((16, 32), added, "range"),
+    "no kernel": ((16, 32), lambda t, x, w, v: torch.addcmul(t, torch.tanh(x @ w), x @ v), "activation"),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_added_to(name: str) -> None:
+    """Before torch 2.12, `addcmul` is a product and a sum in the graph."""
+    shape, fn, code = ADDED[name]
+    dtype = torch.float16 if name == "float16" else torch.bfloat16
+    seen = check(fn, [rand(*each, dtype=dtype) for each in (shape, (16, 64), (64, 32), (64, 32))], budget=2.0)
+    decomposed = not any(node.target is torch.ops.aten.addcmul.default for node in seen.graphs[0].nodes)
+    left = [code] * (code == "activation" or (bool(code) and not decomposed))
+    assert seen.codes("gated_mlp") == left, seen.reasons("gated_mlp")
+    assert seen.fused("gated_mlp") == (not left)
+
+
 #: A function of x, both weights and another input, the widths, and the code or the text of the only reason.
 LEFT: dict[str, tuple[Callable[..., Any], tuple[int, int], str]] = {
     "different inputs": (lambda x, w, v, y: F.silu(x @ w) * (y @ v), (32, 32), "of different inputs"),

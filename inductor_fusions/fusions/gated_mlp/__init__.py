@@ -1,6 +1,7 @@
 """`act(x @ Wg) * (x @ Wu)` as one grouped GEMM with two accumulators.
 
-Both weights may be columns of one. Other factors, such as a mask, are multiplied afterwards.
+Both weights may be columns of one. Other factors, such as a mask, are multiplied afterwards, and what
+`addcmul` adds is added.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from ...graph.products import (
 )
 from ...operands import holds, tensor, value
 from ...reasons import Reason, Said
-from .unsupported import MOST_STEPS, may_be_gated, of_glu, share_input
+from .unsupported import MOST_STEPS, PRODUCTS, factors_of, may_be_gated, of_glu, share_input
 from .unsupported import other as other_pair
 
 aten = torch.ops.aten
@@ -67,6 +68,14 @@ def _read(expression: Any) -> tuple[str, Linear, Linear] | None:
                 if gate_product is not None and up_product is not None and gate_product != up_product:
                     return name, gate_product, up_product
     return None
+
+
+def _expression(root: fx.Node, expressions: Expressions) -> Any:
+    """The expression of what a root multiplies or divides; None if there is none."""
+    if root.target is not aten.addcmul.default:
+        return expressions.of(root)
+    factors = [expressions.of(factor) for factor in factors_of(root)]
+    return None if any(factor is None for factor in factors) else mul(*factors)
 
 
 def _among_others(root: fx.Node, expressions: Expressions) -> tuple[str, Linear, Linear, list[Any]] | None:
@@ -119,6 +128,7 @@ class GatedPair(Candidate):
         self, graph: fx.Graph, root: fx.Node, name: str, gate: Linear, up: Linear, others: Sequence[Any] = ()
     ) -> None:
         self.graph, self.anchor, self.others = graph, root, others
+        self.added = root.args[:1] if root.target is aten.addcmul.default else ()
         self.name, self.linears = name, (gate, up)
         self.pair = tuple(x.planned() if isinstance(x, Columns) else x for x in self.linears)
         self.place = Place(root, (), ())
@@ -146,17 +156,20 @@ class GatedPair(Candidate):
         if not same_sizes(value(gate.b).stride(), value(up.b).stride()):
             raise Reason.LAYOUT.rejected("the two weights have different strides")
         guards.check_result(self.anchor, gate.node)
-        if self.others and value(self.anchor).dtype == torch.float16:
+        if (self.others or self.added) and value(self.anchor).dtype == torch.float16:
             raise Reason.RANGE.rejected(
-                "the pair may overflow in float16 before it is multiplied by its other factors"
+                "the pair may overflow in float16 before it is multiplied by its other factors, or added to"
             )
         if str(value(self.anchor).shape[-1]) != str(value(gate.node).shape[1]):
             raise Reason.SHAPES.rejected(
                 "the number of columns of the result differs from that of the linears"
             )
         stored = [x.base if isinstance(x, Columns) else x for x in self.linears]
-        around = {x for x in (*self.others, *(p.bias for p in stored)) if isinstance(x, fx.Node)}
+        beside = (*self.others, *self.added, *(p.bias for p in stored))
+        around = {x for x in beside if isinstance(x, fx.Node)}
         inside = between(self.anchor, {p.node for p in stored} | around) - around
+        if self.added and str(value(self.anchor).numel()) != str(value(gate.node).numel()):
+            raise Reason.SHAPES.rejected("the pair is broadcast over what is added to it")
         others = [user for node in inside - {self.anchor} for user in node.users if user not in inside]
         if others:
             what = "an intermediate value of the gate, or a result of its linears,"
@@ -198,6 +211,8 @@ class GatedPair(Candidate):
         output = emit.reshaped(make, output, self.sizes)
         for factor in self.others:
             output = make.call(aten.mul.Tensor, output, factor)
+        for term in self.added:
+            output = make.call(aten.add.Tensor, output, term)
         substitute(root, output)
         return self.kernel
 
@@ -210,12 +225,12 @@ FUSION = Fusion(
 
 
 #: The last operation of a pair; a sigmoid may divide: up / (1 + exp(-gate)).
-_ROOTS = (aten.mul.Tensor, aten.div.Tensor)
+_ROOTS = (*PRODUCTS, aten.div.Tensor)
 #: The last operations of other activations.
 _OTHERS = (aten.where.self, aten.log1p.default, aten.expm1.default, aten.clamp_max.default)
 
 
-@FUSION.group(lambda: [*NONLINEAR, *_OTHERS, aten.glu.default, aten.mul.Tensor])
+@FUSION.group(lambda: [*NONLINEAR, *_OTHERS, aten.glu.default, *PRODUCTS])
 def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
     """Every product of one linear, or an activation of it, with another linear on the same input.
 
@@ -238,16 +253,17 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
             continue
         if node.target is aten.mul.Tensor and not may_be_gated(node):
             continue
-        for root in [node] if node.target is aten.mul.Tensor else behind(node):
+        for root in [node] if node.target in PRODUCTS else behind(node):
             if root.target not in _ROOTS or root in seen or was_erased(root):
                 continue
             seen.add(root)
-            expression, multiplies = expressions.of(root), root.target is aten.mul.Tensor
+            expression, multiplies = _expression(root, expressions), root.target in PRODUCTS
             found, other = _read(expression), other_pair(root, expressions) if multiplies else None
             among = _among_others(root, expressions) if found is None and multiplies else None
             if found is not None:
                 known.add(frozenset(leaves(expression)))
-                yield GatedPair(scope.graph, root, *found)
+                # `addcmul` multiplies by a number as well.
+                yield GatedPair(scope.graph, root, *found, tuple(root.kwargs.values()))
             elif among is not None:
                 around[root] = among
             elif other is not None:

@@ -32,6 +32,8 @@ from ...reasons import Reason, Said
 
 aten = torch.ops.aten
 
+#: What multiplies two tensors: aten.addcmul(t, x, y) is t + x * y.
+PRODUCTS = (aten.mul.Tensor, aten.addcmul.default)
 #: Operations between a linear and the product with another one, at most.
 MOST_STEPS = 32
 CONVOLUTION = Reason.NO_MATRIX(
@@ -92,7 +94,8 @@ class _Side:
 
 def other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], Said] | None:
     """The two linears of what looks like a gated pair, and why they are left."""
-    read = [_side(argument) for argument in root.args]
+    factors = factors_of(root)
+    read = [_side(argument) for argument in factors]
     sides = [side for side in read if side is not None and len(side.ends) == 1]
     if len(sides) != 2:
         return None
@@ -100,12 +103,12 @@ def other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], 
     pair = frozenset(side.part or side.end for side in sides)
     if len(pair) < 2:
         return None
-    known = [named(expressions.of(argument), end) for argument, end in zip(root.args, ends, strict=True)]
+    known = [named(expressions.of(argument), end) for argument, end in zip(factors, ends, strict=True)]
     if terms := [term for end in ends for term in _summed(end)]:
         of_channels = any(term.target in _CONVOLUTION for term in terms)
         return (pair, CONVOLUTION if of_channels else _OF_LINEARS) if share_input(*ends) else None
     if not share_input(*ends):
-        shapes = [value(argument).shape for argument in root.all_input_nodes]
+        shapes = [value(argument).shape for argument in factors]
         plain = not any(side.mixed for side in sides)
         of_another = any(_is_of(one, another) for one, another in (ends, ends[::-1]))
         if plain and same_sizes(*shapes) and of_another:
@@ -115,7 +118,7 @@ def other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], 
             return pair, _OF_ANOTHER if of_another else _OF_OTHERS
         plain = plain and not any(side.bends for side in sides)
         return (pair, _OF_RANKS) if plain and _is_of_ranks(root, ends) else None
-    if all(_of_many(end) for end in ends) and all(map(_is_softmax, root.args)):
+    if all(_of_many(end) for end in ends) and all(map(_is_softmax, factors)):
         return None  # weights of attentions
     functions = [name or ", ".join(sorted(side.names)) for name, side in zip(known, sides, strict=True)]
     return pair, _why(ends, functions, any(side.mixed or side.biased for side in sides))
@@ -236,9 +239,15 @@ def may_be_gated(node: fx.Node) -> bool:
 
     What is behind other functions than of a number is found from those.
     """
-    if node.target is not aten.mul.Tensor:
+    if node.target not in PRODUCTS:
         return False
-    return all(isinstance(x, fx.Node) and _may_be_side(x) for x in node.args)
+    return all(isinstance(x, fx.Node) and _may_be_side(x) for x in factors_of(node))
+
+
+def factors_of(node: fx.Node) -> tuple[Any, Any]:
+    """The two factors of one of `PRODUCTS`."""
+    first, second = node.args[-2:]
+    return first, second
 
 
 def _may_be_side(node: fx.Node) -> bool:

@@ -125,7 +125,7 @@ class Measurer:
             if not todo:
                 return
             started, before = time.monotonic(), self.spent
-            open_ = {_key(problem, device) for problem in todo}
+            waiting = {_key(problem, device) for problem in todo}
 
             def left() -> float:
                 self.spent = before + time.monotonic() - started
@@ -136,7 +136,7 @@ class Measurer:
                     if not known(problem, device):
                         yield problem
                     else:
-                        open_.discard(_key(problem, device))
+                        waiting.discard(_key(problem, device))
 
             try:
                 if why := machine.prepare():
@@ -148,14 +148,14 @@ class Measurer:
                         for problem, answer in self._worker(device).answers(unknown(), left):
                             self.asked.add(_key(problem, device))
                             if self._take(problem, answer, device):
-                                open_.discard(_key(problem, device))
-                            done[0] = len(todo) - len(open_)
+                                waiting.discard(_key(problem, device))
+                            done[0] = len(todo) - len(waiting)
             except Exception as error:
                 self._say(f"left to stock: {error}")
             finally:
                 left()
-                self.left += len(open_)
-                self.asked |= open_
+                self.left += len(waiting)
+                self.asked |= waiting
 
     def _take(self, problem: Problem, answer: Mapping[str, Any], device: torch.device) -> bool:
         """Store what was measured; whether nothing went wrong."""

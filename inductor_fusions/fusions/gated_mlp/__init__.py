@@ -165,12 +165,13 @@ class GatedPair(Candidate):
                 "the number of columns of the result differs from that of the linears"
             )
         stored = [x.base if isinstance(x, Columns) else x for x in self.linears]
-        beside = (*self.others, *self.added, *(p.bias for p in stored))
-        around = {x for x in beside if isinstance(x, fx.Node)}
-        inside = between(self.anchor, {p.node for p in stored} | around) - around
+        around = {x for x in (*self.others, *(p.bias for p in stored)) if isinstance(x, fx.Node)}
+        read = factors_of(self.anchor) if self.added else self.anchor.all_input_nodes
+        inside = {self.anchor}.union(*(between(x, {p.node for p in stored} | around) for x in read)) - around
         if self.added and str(value(self.anchor).numel()) != str(value(gate.node).numel()):
             raise Reason.SHAPES.rejected("the pair is broadcast over what is added to it")
         others = [user for node in inside - {self.anchor} for user in node.users if user not in inside]
+        others += [self.anchor for x in self.added if x in inside]
         if others:
             what = "an intermediate value of the gate, or a result of its linears,"
             raise Rejected(

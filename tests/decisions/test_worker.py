@@ -215,7 +215,7 @@ def test_each_problem_is_measured_in_a_child(tmp_path: Path) -> None:
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None
     for number, section in enumerate(["slow", "one", "dies", "two"]):
-        asked = {"section": section, "number": number, "seconds": 2.0 if section == "slow" else 60.0}
+        asked = {"section": section, "number": number, "seconds": 2.0 if section == "slow" else 120.0}
         process.stdin.write(json.dumps(asked) + "\n")
     process.stdin.flush()
     found = [json.loads(process.stdout.readline()) for _ in range(4)]
@@ -225,7 +225,6 @@ def test_each_problem_is_measured_in_a_child(tmp_path: Path) -> None:
         {"error": "the measuring process died", "number": 2},
         {"unable": "two", "number": 3},
     ]
-    assert found[-1]["number"] == 0
     assert (tmp_path / "turns").read_text() == "in out in out "
     process.stdin.write(json.dumps({"section": "slow", "number": 5, "seconds": 60.0}) + "\n")
     process.stdin.close()

@@ -19,7 +19,7 @@ from ._inductor import (
     subclass_given,
     value_of,
 )
-from .decisions import Decision, Span, of_another_kind, too_old
+from .decisions import Decision, Pending, Span, of_another_kind, too_old
 from .decisions.tables import dtype_name
 from .fusion import LeftToStock
 from .reasons import Reason
@@ -124,7 +124,10 @@ def profitable(decision: Decision) -> Decision:
 
     Raises:
         LeftToStock: it is for stock.
+        Pending: there is none yet.
     """
+    if decision.source == "pending":
+        raise Pending
     if decision.kernel is None:
         raise LeftToStock(decision.reason)
     return decision

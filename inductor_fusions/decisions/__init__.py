@@ -7,6 +7,7 @@ the files with their rows, and `machine` what was measured on this machine.
 from .attention import attention, flex_backward, flex_options
 from .deciding import (
     Decision,
+    Pending,
     Query,
     Span,
     asked,

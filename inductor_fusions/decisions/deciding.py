@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -178,11 +178,18 @@ def decide(query: Query, device: torch.device, may_measure: bool = True) -> Deci
     return _from_tables(query, device)
 
 
+class Pending(Exception):
+    """A problem is measured before anything else is decided."""
+
+
 @contextlib.contextmanager
-def measured_together() -> Iterator[None]:
-    """Problems that would be measured inside are measured at the end, those that save most first."""
-    with measurer.first_what_saves_most(_is_known):
-        yield
+def measured_together() -> Iterator[Collection[object]]:
+    """Problems that would be measured inside are measured at the end, those that save most first.
+
+    Gives the collection of these problems, which grows meanwhile.
+    """
+    with measurer.first_what_saves_most(_is_known) as found:
+        yield found
 
 
 def _is_known(problem: Problem, device: torch.device) -> bool:

@@ -83,13 +83,13 @@ class Measurer:
     # -- what comes first -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def first_what_saves_most(self, known: Known) -> Iterator[None]:
+    def first_what_saves_most(self, known: Known) -> Iterator[Counter[tuple[str, torch.device]]]:
         """Problems that would be measured inside are counted, and measured at the end."""
         before: Counter[tuple[str, torch.device]] | None = getattr(self.here, "collected", None)
         found: Counter[tuple[str, torch.device]] = Counter()
         self.here.collected = found
         try:
-            yield
+            yield found
         finally:
             self.here.collected = before
         for device in {device for _, device in found}:
@@ -159,15 +159,19 @@ class Measurer:
 
     def _take(self, problem: Problem, answer: Mapping[str, Any], device: torch.device) -> bool:
         """Store what was measured; whether nothing went wrong."""
+        error = answer.get("error")
         if "rows" in answer:
-            machine.add(device, _checked(answer["rows"], problem))
-            self.measured.append(problem)
+            try:
+                machine.add(device, _checked(answer["rows"], problem))
+                self.measured.append(problem)
+                return True
+            except (TypeError, ValueError) as wrong:  # a row that is none
+                error = wrong
         elif "unable" in answer:
             log.info("%s was not measured: %s", problem, answer["unable"])
-        else:
-            self._say(f"{problem[0]} {json.dumps(problem[1])} is left to stock: {answer.get('error')}")
-            return False
-        return True
+            return True
+        self._say(f"{problem[0]} {json.dumps(problem[1])} is left to stock: {error}")
+        return False
 
     def _worker(self, device: torch.device) -> Worker:
         if device not in self.workers:

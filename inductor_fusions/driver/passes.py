@@ -9,7 +9,7 @@ import itertools
 import json
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import fx
@@ -223,14 +223,17 @@ def apply(fusion: Fusion, graph: fx.Graph, first: int = 0) -> list[Site]:
 def _measure(fusion: Fusion, graph: fx.Graph) -> None:
     """Measure the unknown problems of a graph before the first of them is decided.
 
-    All guards run once, so that the problems with the largest savings are measured first. What the guards
-    raise is ignored here: they run again when the sites are fused.
+    All guards run before that, so that the problems with the largest savings are measured first, and once
+    more with what was found: where a group of products does not pay, smaller ones are looked at. What the
+    guards raise is ignored here: they run again when the sites are fused.
     """
-    with decisions.measured_together(), contextlib.suppress(Exception):
-        for candidate in _candidates(fusion, graph):
-            if not candidate.finishes:
-                with contextlib.suppress(Exception), changes.reading(fusion, graph):
-                    candidate.guard()
+    found: Collection[object] = (graph,)
+    while found:
+        with decisions.measured_together() as found, contextlib.suppress(Exception):
+            for candidate in _candidates(fusion, graph):
+                if not candidate.finishes:
+                    with contextlib.suppress(Exception), changes.reading(fusion, graph):
+                        candidate.guard()
 
 
 def _pin(graph: fx.Graph) -> None:

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
+import torch.nn.functional as F
 
 from inductor_fusions import config, decisions
 from inductor_fusions.decisions import Query, Span, decide, decide_for_all, machine, measuring
 from inductor_fusions.decisions.measuring import Measurer, Unanswered
+from tests.block_mm.support import run
 
 CPU = torch.device("cpu")
 ATTENTION = {
@@ -141,6 +143,27 @@ def test_what_saves_most_comes_first(process: Measured) -> None:
         assert process.asked == []
     assert [row["q_len"] for _, row in process.asked] == [512, 2048, 64]
     assert decide(small, CPU).source == "this machine"
+
+
+def adapted(x: Any, w: Any, v: Any, u: Any, a: Any, b: Any) -> Any:
+    """Three linears on one input, each with an adapter."""
+    return [F.linear(x, base) + F.linear(F.linear(x, a + n), b) for n, base in enumerate((w, v, u))]
+
+
+@pytest.mark.parametrize("gain", [1.5, 0.9])
+def test_parts_of_a_group_are_measured_if_the_group_does_not_pay(
+    gain: float, process: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "device_title", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(measuring._inductor, "is_absent", lambda: False)
+    process.gain, rows = gain, process.answer
+    process.answer = lambda problem: rows(problem) if problem[0] == "lora" else {"unable": problem[0]}
+    matrices = [torch.randn(*shape, dtype=torch.bfloat16) for shape in [(512, 1024)] * 3 + [(8, 1024)]]
+    args = torch.randn(4096, 1024, dtype=torch.bfloat16), *matrices, torch.randn(512, 8, dtype=torch.bfloat16)
+    found = run(adapted, args, policy="profitable")
+    groups = [len(row["outer"]) for section, row in process.asked if section == "lora"]
+    assert groups == ([3] if gain > 1 else [3, 2, 1]), process.asked
+    assert found.fused("lora") == (gain > 1)
 
 
 def test_what_the_rows_of_others_say_enough_of_is_not_measured(process: Measured) -> None:

@@ -185,6 +185,7 @@ def main() -> None:
         )  # fmt: skip
         for each in PHASES:
             found[each] = run(each, options, folder)
+            options.out.write_text(json.dumps(found, indent=1) + "\n")  # what there is, if it is stopped
     found["summary"] = summary(found)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
     for row in found["summary"]:

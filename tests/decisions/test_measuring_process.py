@@ -79,8 +79,13 @@ def test_problems_are_asked_side_by_side(
 ) -> None:
     monkeypatch.setattr(asking, "side_by_side", lambda device: 2)
     taken: list[int] = []
-    given = (taken.append(one[1]["q_len"]) or one for one in problems_of(1, 2, 3))  # type: ignore[func-returns-value]
-    found = talking("section").answers(given, lambda: 60.0)
+
+    def noted() -> Iterator[asking.Problem]:
+        for one in problems_of(1, 2, 3):
+            taken.append(one[1]["q_len"])
+            yield one
+
+    found = talking("section").answers(noted(), lambda: 60.0)
     problem, answer = next(found)
     assert answer["unable"] == "attention" and problem[1]["q_len"] == 1 and taken == [1, 2]
     assert [problem[1]["q_len"] for problem, _ in found] == [2, 3]

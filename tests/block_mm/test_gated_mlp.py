@@ -244,7 +244,7 @@ ADDED: dict[str, tuple[tuple[int, ...], Callable[..., Any], str]] = {
 
 @pytest.mark.parametrize("name", ADDED)
 def test_added_to(name: str) -> None:
-    """Before torch 2.12, `addcmul` is a product and a sum in the graph."""
+    """In the graphs of torch 2.11, `addcmul` is a product and a sum."""
     shape, fn, code = ADDED[name]
     dtype = torch.float16 if name == "float16" else torch.bfloat16
     seen = check(fn, [rand(*each, dtype=dtype) for each in (shape, (16, 64), (64, 32), (64, 32))], budget=2.0)

@@ -25,8 +25,8 @@ from .problems import Row
 LONGEST = 120.0
 #: Seconds that the worker has to say that a problem is given up.
 GRACE = 5.0
-#: At most so many problems are compiled at the same time, each on two processors, and with so many bytes of
-#: the device.
+#: Problems that are compiled at the same time, at most; and the processors and the bytes of the device that
+#: are counted for each.
 MOST, PROCESSORS, BYTES = 8, 2, 4 << 30
 
 #: Runs the worker of this very package, wherever it was imported from.

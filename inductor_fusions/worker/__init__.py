@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 #: Seconds without a question after which the process ends.
@@ -29,7 +29,7 @@ def main() -> None:
     prepare()
     asked, rest = sys.stdin.buffer.fileno(), b""
     running: dict[int, Child] = {}
-    with tempfile.TemporaryFile() as turn:
+    with tempfile.TemporaryFile() as lock:
         while True:
             until = min((child.until for child in running.values()), default=time.monotonic() + IDLE)
             ready = select.select([asked, *running], [], [], max(0.0, until - time.monotonic()))[0]
@@ -38,7 +38,7 @@ def main() -> None:
                 if not some:
                     break
                 *lines, rest = (rest + some).split(b"\n")
-                started = [Child(json.loads(line), turn.fileno()) for line in lines]
+                started = [Child(json.loads(line), lock.fileno()) for line in lines]
                 running |= {child.pipe: child for child in started}
             elif not ready and not running:
                 break
@@ -58,21 +58,21 @@ class Child:
 
     Args:
         asked: what `answer` is asked, and "seconds" after which it is given up.
-        turn: a file that is locked while the device is in use.
+        lock: a file that is locked while the device is in use.
 
     Attributes:
         pipe: where it writes its answer; at its end the child is gone.
         until: when it is given up.
     """
 
-    def __init__(self, asked: Mapping[str, Any], turn: int) -> None:
+    def __init__(self, asked: Mapping[str, Any], lock: int) -> None:
         self.asked, self.said, self.late = asked, b"", False
         self.until = time.monotonic() + asked["seconds"]
         self.pipe, end = os.pipe()
         self.process = os.fork()
         if self.process == 0:
             with contextlib.suppress(BaseException):
-                os.write(end, json.dumps(answer(asked, Turn(turn))).encode())
+                os.write(end, json.dumps(answer(asked, turn(lock))).encode())
             os._exit(0)
         os.close(end)
 
@@ -99,39 +99,34 @@ class Child:
         return {**found, "number": self.asked["number"]}
 
 
-class Turn:
+@contextlib.contextmanager
+def turn(file: int) -> Iterator[None]:
     """Inside, no other child uses the device to compare or to time."""
+    import fcntl
 
-    def __init__(self, file: int) -> None:
-        self.file = file
-
-    def __enter__(self) -> None:
-        import fcntl
-
-        fcntl.lockf(self.file, fcntl.LOCK_EX)
-
-    def __exit__(self, *error: object) -> None:
-        import fcntl
-
-        fcntl.lockf(self.file, fcntl.LOCK_UN)
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.lockf(file, fcntl.LOCK_UN)
 
 
 def prepare() -> None:
     """Import what children need. Nothing here may use the device: a child could not use it then."""
-    from .. import _inductor, fusions  # noqa: F401
-    from ..driver import passes  # noqa: F401
-    from . import problem  # noqa: F401
+    from .. import _inductor, fusions  # noqa: F401  (registers the operations and their lowerings)
+    from ..driver import passes  # noqa: F401  (or each child would import it)
+    from . import problem  # noqa: F401  (likewise)
 
     _inductor.compile_each_anew()
     _inductor.without_attention_patterns()
 
 
-def answer(asked: Mapping[str, Any], turn: contextlib.AbstractContextManager[None]) -> dict[str, Any]:
+def answer(asked: Mapping[str, Any], alone: contextlib.AbstractContextManager[None]) -> dict[str, Any]:
     """{"rows": of each section}, {"unable": why} or {"error": what was raised}.
 
     Args:
         asked: "section", "row", "kernels"; "device" and "index"; "threads" of a CPU.
-        turn: entered while the device is used to compare or to time.
+        alone: entered once, while the device is used to compare and to time.
     """
     import torch
 
@@ -142,7 +137,7 @@ def answer(asked: Mapping[str, Any], turn: contextlib.AbstractContextManager[Non
 
     try:
         set_up(asked)
-        return {"rows": rows_of(asked["section"], asked["row"], asked["kernels"], asked["device"], turn)}
+        return {"rows": rows_of(asked["section"], asked["row"], asked["kernels"], asked["device"], alone)}
     except (UnableError, NotFusedError) as error:
         return {"unable": error_text(error)}
     except torch.OutOfMemoryError:

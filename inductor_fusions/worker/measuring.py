@@ -31,7 +31,7 @@ class NotFusedError(RuntimeError):
 
 
 def gains(
-    case: Case, kernels: Sequence[str], device: str, turn: AbstractContextManager[None]
+    case: Case, kernels: Sequence[str], device: str, alone: AbstractContextManager[None]
 ) -> dict[str, float]:
     """The speedup of each kernel of an attention over stock; 0 if its result is wrong.
 
@@ -44,12 +44,12 @@ def gains(
                 runs[kernel] = _fused(case, {"attention_kernel": kernel}, kernel)
             except NotFusedError:
                 continue
-    with turn:
+    with alone:
         times = _judged(case, stock, runs, device, both_clocks=True)
     return {kernel: round(gain, 3) for kernel, gain in times.items()}
 
 
-def best(case: Case, device: str, turn: AbstractContextManager[None]) -> tuple[float, dict[str, list[Row]]]:
+def best(case: Case, device: str, alone: AbstractContextManager[None]) -> tuple[float, dict[str, list[Row]]]:
     """The gain of the fastest configuration over stock, 0 if all are wrong; and rows with the tiles of its
     kernels, by section."""
     stock, runs, made_of = _stock(case), {}, {}
@@ -59,7 +59,7 @@ def best(case: Case, device: str, turn: AbstractContextManager[None]) -> tuple[f
         if trial.exhausted:
             break
         runs[str(number)], made_of[str(number)] = run, trial.rows
-    with turn:
+    with alone:
         found = _judged(case, stock, runs, device)
     name = max(found, key=lambda each: found[each])
     return round(found[name], 3), made_of[name]

@@ -21,12 +21,12 @@ CASES: Mapping[str, Callable[[Row, str], Case]] = {
 
 
 def rows_of(
-    section: str, row: Row, kernels: Sequence[str], device: str, turn: AbstractContextManager[None]
+    section: str, row: Row, kernels: Sequence[str], device: str, alone: AbstractContextManager[None]
 ) -> dict[str, list[Row]]:
     """The rows of a problem and of the kernels that it is made of, by section.
 
     Args:
-        turn: entered while the device is used to compare or to time.
+        alone: entered once, while the device is used to compare and to time.
 
     Raises:
         UnableError: its columns do not determine it, or no kernel supports it.
@@ -34,13 +34,13 @@ def rows_of(
     """
     SECTIONS[section].check(row, is_problem=True)
     if section == "attention":
-        by_kernel = gains(attention.case(row, device), kernels, device, turn)
+        by_kernel = gains(attention.case(row, device), kernels, device, alone)
         if not by_kernel:
             raise UnableError(f"none of {', '.join(kernels)} supports it")
         return {section: [{**row, "gain": by_kernel}]}
     if section not in CASES:
         raise UnableError(f"{section} has no test cases")
-    gain, made_of = best(CASES[section](row, device), device, turn)
+    gain, made_of = best(CASES[section](row, device), device, alone)
     # A grouped GEMM of a linear with adapters has no gain of its own, but a place for it.
     needed = {"block_mm": {"gain": gain}}
     found: dict[str, list[Row]] = {

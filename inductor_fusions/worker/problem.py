@@ -23,7 +23,7 @@ CASES: Mapping[str, Callable[[Row, str], Case]] = {
 def rows_of(
     section: str, row: Row, kernels: Sequence[str], device: str, alone: AbstractContextManager[None]
 ) -> dict[str, list[Row]]:
-    """The rows of a problem and of the kernels that it is made of, by section.
+    """The rows of a problem and of the kernel whose tiles were tried for it, by section.
 
     Args:
         alone: entered once, while the device is used to compare and to time.
@@ -40,12 +40,13 @@ def rows_of(
         return {section: [{**row, "gain": by_kernel}]}
     if section not in CASES:
         raise UnableError(f"{section} has no test cases")
-    gain, made_of = best(CASES[section](row, device), device, alone)
-    # A grouped GEMM of a linear with adapters has no gain of its own, but a place for it.
-    needed = {"block_mm": {"gain": gain}}
-    found: dict[str, list[Row]] = {
-        name: [{**each, **needed.get(name, {})} for each in some] for name, some in made_of.items()
-    }
+    case = CASES[section](row, device)
+    gain, made_of = best(case, device, alone)
+    # Kernels whose tiles were not tried are left out: measured by themselves, they may have better ones.
+    found: dict[str, list[Row]] = {name: made_of[name] for name in (section, case.varied) if name in made_of}
+    if "block_mm" in found:
+        # A grouped GEMM of a linear with adapters has no gain of its own, but a place for it.
+        found["block_mm"] = [{**each, "gain": gain} for each in found["block_mm"]]
     key = SECTIONS[section].key(row)
     own = [each for each in found.get(section, ()) if SECTIONS[section].key(each) == key]
     found[section] = [{**each, "gain": gain} for each in own or [dict(row)]]

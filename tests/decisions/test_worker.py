@@ -157,6 +157,17 @@ def test_what_cannot_be_written_out_is_said() -> None:
     assert "lora_dropout" in ask(section="lora_dropout", row=row)["unable"]
 
 
+def test_tiles_that_were_not_tried_have_no_row() -> None:
+    """A skinny GEMM in front of a linear keeps the row that it got when it was measured by itself."""
+    row = {"inner": [64], "outer": [64], "ranks": [[8]], "dtype": "bfloat16", "adapters": "float32",
+           "layout": "t", "tokens": 512}  # fmt: skip
+    grouped, skinny = ({"tokens": 512, "config": {"size": size}} for size in (1, 2))
+    made_of = {"block_mm": [grouped], "narrow_mm": [skinny]}
+    with mock.patch.object(problem, "best", lambda *given: (1.5, made_of)):
+        rows = ask(section="lora", row=row)["rows"]
+    assert rows == {"lora": [{**row, "gain": 1.5}], "block_mm": [{**grouped, "gain": 1.5}]}
+
+
 def test_memory_that_is_out_is_said() -> None:
     with mock.patch.object(attention, "case", side_effect=torch.OutOfMemoryError("CUDA out of memory")):
         assert ask() == {"error": "out of memory"}

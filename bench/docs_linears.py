@@ -219,6 +219,12 @@ WAYS = {
     "held out": "the same, if the model is fitted without the width",
     "other GPUs": "the same, if the model is fitted to the other GPU's times",
 }
+#: Those of bench.lora_tiles.
+ADAPTER_WAYS = {
+    "chosen": WAYS["shipped"],
+    "without tables": "the one that a GPU without tables gets",
+    "measured": "the fastest of the four that are measured on such a GPU",
+}
 
 
 #: The kernels of bench.lora_tiles, in the words of docs/measuring.md.
@@ -231,8 +237,12 @@ def tiles_table(linears: Json, adapters: Json) -> str:
 
     def add(device: str, what: str, found: Json, ways: Mapping[str, str]) -> None:
         gpu = f"{device.split('_')[1].upper()}, {found['problems']} {what}"
+        seen: list[Json] = []
         for way, words in ways.items():
             values = found["ways"][way]
+            if values in seen:  # the same configurations
+                continue
+            seen.append(values)
             longer = [f"{values[column]:.0%}" for column in ("mean", "nine_tenths_below", "most", "kept")]
             rows.append([gpu, words, *longer, f"{values['below_0.98']} of {values['kernel']}"])
 
@@ -241,7 +251,7 @@ def tiles_table(linears: Json, adapters: Json) -> str:
     for kernel, words in ADAPTERS.items():
         for device, kernels in adapters["devices"].items():
             if kernel in kernels:
-                add(device, words, kernels[kernel], {"chosen": WAYS["shipped"]})
+                add(device, words, kernels[kernel], ADAPTER_WAYS)
     columns = (
         "", "configuration", "longer than the fastest, mean", "nine tenths are below", "most",
         "log speedup kept", "below 0.98 of stock",

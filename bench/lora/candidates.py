@@ -209,15 +209,6 @@ def frozen_run(row: Row) -> Run:
     return run
 
 
-def usual(shape: Any) -> list[Any]:
-    """The configuration that the package takes for a skinny GEMM: rows of others may have one that is no
-    candidate for this one. None without a device."""
-    from inductor_fusions.fusions.lora import narrow
-
-    found = narrow.measured(shape, torch.device("cuda")) if torch.cuda.is_available() else None
-    return [] if found is None else [found]
-
-
 def first_choices(row: Row, seen: Seen, arch: int, quick: bool, every: bool = False) -> list[Choice]:
     """What to try: configurations of the kernel that does most of the work.
 
@@ -244,8 +235,7 @@ def first_choices(row: Row, seen: Seen, arch: int, quick: bool, every: bool = Fa
         wanted = configurations.candidates(seen.block[0], arch)
         found += [Choice(block=c) for c in wanted[: EVERY if every else BLOCK_CHOICES]]
     elif row.kind in ALONE and seen.narrow:
-        wanted = some(narrow.candidates(seen.narrow[0]), 10)
-        found += [Choice(narrow=c) for c in [*(usual(seen.narrow[0]) if every else ()), *wanted]]
+        found += [Choice(narrow=c) for c in some(narrow.candidates(seen.narrow[0]), 10)]
     found = list(dict.fromkeys(found))
     return found[:3] if quick else found
 
@@ -256,7 +246,7 @@ def second_choices(best: Choice, seen: Seen, quick: bool) -> list[Choice]:
 
     if best.block is None or not seen.narrow:
         return []
-    wanted = spread(narrow.candidates(seen.narrow[0]), NARROW_CHOICES)
+    wanted = narrow.candidates(seen.narrow[0])[:NARROW_CHOICES]
     return [Choice(block=best.block, narrow=c) for c in wanted][: 2 if quick else None]
 
 

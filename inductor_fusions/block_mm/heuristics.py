@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..decisions import Decision, Query, Span, asked, configured, decide_for_all, hardware, tiles
@@ -63,20 +65,31 @@ def choose(problem: Problem, device: torch.device, tokens: int | None = None) ->
     found = nearest or configurations.default(problem, arch)
     if nearest is None or not SECTIONS["block_mm"].is_same(rows[-1], query.row):
         found = asked(_faster, found, problem, device)
-    return configured("block_mm", query.row, found, lambda: configurations.candidates(problem, arch))
+    return configured("block_mm", query.row, found, lambda: candidates(problem, device))
+
+
+def candidates(problem: Problem, device: torch.device) -> list[Config]:
+    """Configurations worth measuring, those that should be fastest first."""
+    found, time = configurations.candidates(problem, capability(device)), _model(problem, device)
+    return found if time is None else sorted(found, key=time)
 
 
 def _faster(usual: Config, problem: Problem, device: torch.device) -> Config:
     """The configuration that should be fastest, if it should be much faster than the usual one."""
-    arch, properties = capability(device), hardware(device)
-    if properties is None or not cost.is_modelled(problem, arch):
+    time = _model(problem, device)
+    if time is None:
         return usual
-
-    def time(choice: Config) -> float:
-        return cost.microseconds(choice, problem, properties.multiprocessors)
-
-    best = min(configurations.candidates(problem, arch), key=time)
+    best = min(configurations.candidates(problem, capability(device)), key=time)
     return usual if time(usual) <= cost.DOUBT * time(best) else best
+
+
+def _model(problem: Problem, device: torch.device) -> Callable[[Config], float] | None:
+    """The expected microseconds of a configuration; None if nothing is known of such problems."""
+    properties = hardware(device)
+    if properties is None or not cost.is_modelled(problem, capability(device)):
+        return None
+    processors = properties.multiprocessors
+    return lambda choice: cost.microseconds(choice, problem, processors)
 
 
 def _has_sizes(problem: Problem) -> bool:

@@ -16,8 +16,9 @@ from .deciding import (
     decide_for_all,
     measured_together,
     once,
+    row_with_tiles,
     tiles,
 )
 from .devices import hardware, of_another_kind, target, too_old, unsupported
 from .measuring import measurer
-from .trying import configured, some, trial
+from .trying import configured, trial

@@ -283,6 +283,11 @@ def tiles(query: Query, device: torch.device, fits: Callable[[Row], Found | None
     return None
 
 
+def row_with_tiles(query: Query, device: torch.device) -> Row | None:
+    """The row of the very problem that has tiles, or None."""
+    return tiles(query, device, lambda row: row if SECTIONS[query.section].is_same(row, query.row) else None)
+
+
 def _rows_with_tiles(query: Query, device: torch.device) -> list[Row]:
     """The rows whose tiles may be those of a problem: source by source, the nearest first."""
     found: list[Row] = []

@@ -44,16 +44,11 @@ def trial(section: str, number: int) -> Iterator[Trial]:
         _now = before
 
 
-def some(items: Sequence[C], count: int = 4) -> Sequence[C]:
-    """About `count` of the items, evenly spaced."""
-    return items[:: max(1, len(items) // count)]
-
-
 def configured(section: str, row: Mapping[str, Any], usual: C, candidates: Callable[[], Sequence[C]]) -> C:
     """The configuration of a kernel: the usual one, except inside of `trial`.
 
     Args:
-        candidates: returns the configurations that are worth measuring.
+        candidates: returns the configurations that are worth measuring, the most promising first.
     """
     if _now is None:
         return usual

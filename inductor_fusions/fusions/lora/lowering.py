@@ -10,7 +10,7 @@ import torch
 
 from ... import _inductor
 from ...block_mm.lowering import check_factors
-from ...decisions import configured, some
+from ...decisions import configured
 from ...fusion import Rejected
 from ...lowering import check_templates
 from ...operands import known_size
@@ -109,7 +109,7 @@ def choose(shape: narrow.Shape, device: torch.device) -> narrow.Config:
     """The configuration for a shape: the table's where it has one."""
     usual = narrow.measured(shape, device) or narrow.default(shape)
     row = narrow.problem(shape)
-    return configured("narrow_mm", row, usual, lambda: some(narrow.candidates(shape))) if row else usual
+    return configured("narrow_mm", row, usual, lambda: narrow.candidates(shape)) if row else usual
 
 
 def _added_up(

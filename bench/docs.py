@@ -42,7 +42,13 @@ from bench.docs_operations import (
     norm_section,
 )
 from bench.docs_pieces import Json, anchor, filled, table
-from bench.docs_steps import compile_section, distributed_section, generate_section, steps_section
+from bench.docs_steps import (
+    compile_section,
+    distributed_section,
+    generate_section,
+    measured_here_section,
+    steps_section,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- measured: begin (python -m bench.docs) -->"
@@ -62,6 +68,7 @@ SECTIONS: dict[str, Callable[[Json], str]] = {
     "widths_*.json": partial(models_section, title="Two layers of models whose widths few tables have"),
     "steps_*.json": steps_section,
     "generate_*.json": generate_section,
+    "measured_here_*.json": measured_here_section,
     "bench_*.json": bench_section,
     "attention_*.json": attention_section,
     "flex_*.json": flex_section,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from bench.docs_models import gain_text
-from bench.docs_pieces import NONE, Columns, Json, Rows, fixed, get, listing, named, section
+from bench.docs_pieces import NONE, Columns, Json, Rows, fixed, get, listing, named, number, section
 
 VARIANTS = ("stock", "autotuned", "fused", "detached")
+#: The processes of bench.measured_here.
+TITLES = {"table": "tables", "first": "first", "second": "second"}
 
 
 def steps_section(data: Json) -> str:
@@ -128,3 +130,24 @@ def compile_section(data: Json) -> str:
         **fixed("launches", 0, {name: f"{name} launches" for name in variants}),
     }
     return section("Compiles", data, text, listing(data["rows"], columns))
+
+
+def measured_here_section(data: Json) -> str:
+    """Every model of bench.measured_here."""
+    text = (
+        "Two layers of each model. `tables` is the package as it is; `first` and `second` are processes of a "
+        "copy without any table that measures (`INDUCTOR_FUSIONS_MEASURE=1`), the second with what the first "
+        "has found. Gains are stock / fused of the same process; kept is the logarithm of a gain over that "
+        "with the tables. Compile times are over stock's."
+    )
+
+    def of(phase: str, name: str, digits: int, title: str = "") -> Columns:
+        return {f"{TITLES[phase]}, {title or name}": lambda row: number(row[phase].get(name), digits)}
+
+    columns = {**named("model")}
+    for phase in TITLES:
+        columns |= of(phase, "gain", 2)
+        if phase != "table":
+            columns |= of(phase, "kept", 2) | of(phase, "measuring_s", 0, "seconds of measuring")
+        columns |= of(phase, "compile", 2)
+    return section("Measuring on this machine", data, text, listing(data["rows"], columns))

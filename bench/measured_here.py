@@ -94,7 +94,8 @@ def phase(options: argparse.Namespace) -> None:
     """In a process of its own: measure every model."""
     import inductor_fusions
     from inductor_fusions import decisions
-    from inductor_fusions.decisions import tables
+    from inductor_fusions.decisions import machine, tables
+    from inductor_fusions.decisions.problems import SECTIONS
 
     if options.device == "cpu":
         torch.set_num_threads(1)
@@ -105,10 +106,12 @@ def phase(options: argparse.Namespace) -> None:
         rows.append(measure(case, options.device, options.quick))
         print(f"{options.phase}: {rows[-1]['name']}: {rows[-1]['gain']}x", file=sys.stderr, flush=True)
         free(options.device)
+    known = machine.load(square.device) or {}
     found = {
         "rows": rows, "package": str(Path(inductor_fusions.__file__).parent), "tables": tables.names(),
-        "measured": [[section, row] for section, row, _ in decisions.measurer.measured],
-        "not_reached": decisions.measurer.left, "measuring_s": round(decisions.measurer.spent, 1),
+        "measured": len(decisions.measurer.measured), "not_reached": decisions.measurer.left,
+        "measuring_s": round(decisions.measurer.spent, 1),
+        "known": {name: known[name] for name in SECTIONS if known.get(name)},
     }  # fmt: skip
     options.out.write_text(json.dumps(found))
 
@@ -144,12 +147,12 @@ def summary(found: Json) -> list[Json]:
     """Of each model: the gains, what is kept of the one with the tables, and how long compiles take."""
     rows = []
     for table, first, second in zip(*(found[name]["rows"] for name in PHASES), strict=True):
-        row: Json = {"name": table["name"]}
+        row: Json = {"key": table["name"]}
         for name, each in zip(PHASES, (table, first, second), strict=True):
             took = each["compile_s"]
             row[name] = {
-                "gain": each["gain"], "fused": each["fused"],
-                "compile": round(took["fused"] / took["stock"], 3),
+                "ms": each["ms"], "gain": each["gain"], "fused": each["fused"], "sites": each["sites"],
+                "measuring_s": each["measuring_s"], "compile": round(took["fused"] / took["stock"], 3),
                 "compile_without_measuring": round((took["fused"] - each["measuring_s"]) / took["stock"], 3),
             }  # fmt: skip
         if table["gain"] > 1.01:
@@ -186,12 +189,12 @@ def main() -> None:
         for each in PHASES:
             found[each] = run(each, options, folder)
             options.out.write_text(json.dumps(found, indent=1) + "\n")  # what there is, if it is stopped
-    found["summary"] = summary(found)
+    found["rows"] = summary(found)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
-    for row in found["summary"]:
+    for row in found["rows"]:
         print(json.dumps(row))
     for each in PHASES:
-        print(each, found[each]["seconds"], "s,", len(found[each]["measured"]), "measured,",
+        print(each, found[each]["seconds"], "s,", found[each]["measured"], "measured,",
               found[each]["not_reached"], "not reached")  # fmt: skip
 
 

@@ -224,13 +224,15 @@ def test_candidates_for_few_rows() -> None:
 
 
 def test_parts_of_a_skinny_product(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The nearest problem's tile is taken, and K in as many parts as fill the device with the rows here."""
+    """The problem's own row is taken; without one a usual tile, and K in as many parts as fill the device."""
     near = narrow.Shape(4096, 4096, (16,), "n", torch.bfloat16, torch.bfloat16)
     row = {**narrow.problem(near), "config": asdict(narrow.Config(32, 128, 1, 4, 4))}
     about = {"schema": 1, "device": "NVIDIA H200", "torch": "2.11.0", "date": "2026-11-27", "attention": []}
     (own_tables / "nvidia_h200.json").write_text(json.dumps({**about, "narrow_mm": [row]}))
     monkeypatch.setattr(tables, "device_name", lambda device: "nvidia_h200")
-    for rows, splits in ((4096, 1), (1000, 4), (200, 14)):
-        found = narrow.measured(replace(near, rows=rows, inner=3584), torch.device("cuda"))
-        assert found == narrow.Config(32, 128, splits, 4, 4), rows
+    for rows, splits in ((40000, 1), (4096, 4), (1000, 16), (200, 16)):
+        other = replace(near, rows=rows, inner=3584)
+        assert narrow.measured(other, torch.device("cuda")) is None
+        assert narrow.default(other) == narrow.Config(64, 64, splits, 4, 4), rows
+    assert narrow.default(replace(near, inner=200)).splits == 1, "a part is two steps long at least"
     assert narrow.measured(near, torch.device("cuda")) == narrow.Config(32, 128, 1, 4, 4)

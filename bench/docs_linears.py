@@ -223,7 +223,7 @@ WAYS = {
 ADAPTER_WAYS = {
     "chosen": WAYS["shipped"],
     "without tables": "the one that a GPU without tables gets",
-    "measured": "the fastest of the four that are measured on such a GPU",
+    "measured": "the fastest of the four that are measured on a GPU without tables",
 }
 
 

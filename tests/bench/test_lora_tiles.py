@@ -19,6 +19,7 @@ from bench.lora.rows import ODD_WIDTHS, Row, odd_grid
 from bench.pool import FileLock
 from inductor_fusions.block_mm import configurations
 from inductor_fusions.block_mm.problem import Problem
+from inductor_fusions.decisions import tables
 from inductor_fusions.fusions.lora import accumulate_kernel, narrow
 
 HALF = torch.bfloat16
@@ -112,6 +113,24 @@ def test_choices_are_judged(
         else:  # by a rule, which no table changes
             assert without == tried == chosen
     assert "narrow: 47 of 47" in capsys.readouterr().out
+
+
+#: How much longer than the fastest configuration, in the mean: what is chosen, and the fastest that is tried.
+BARS = {"narrow": (0.07, 0.03), "added": (0.05, 0.01), "block": (0.05, 0.01)}
+
+
+def test_judgement_of_the_package() -> None:
+    """The file is what the package chooses now, and no kernel loses more than this."""
+    results = Path(lora_tiles.__file__).parent / "results"
+    written = json.loads((results / "tile_model_lora.json").read_text())["devices"]
+    for path in (results / "tiles_lora_h100.json", results / "tiles_lora_h200.json"):
+        measured = json.loads(path.read_text())
+        name = tables.slug(measured["device"])
+        for kind, kernel in lora_tiles.KERNELS.items():
+            found = lora_tiles.judge(kernel, list(lora_tiles.cases(measured["rows"], kind, kernel)), name)
+            assert found == written[name][kind], f"{name}, {kind}: run python -m bench.lora_tiles"
+            means = (found["ways"]["chosen"]["mean"], found["ways"]["measured"]["mean"])
+            assert means[0] <= BARS[kind][0] and means[1] <= BARS[kind][1], (name, kind, means)
 
 
 def test_first_times_are_kept(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from ...decisions.problems import padded as padded
 
 #: Thread blocks that fill a device, about: three for each two multiprocessors of an H100.
 FILLS = 192
-#: Up to this K is not split up: a kernel that adds the parts up takes as long as is saved.
+#: A K of at most this is not split up: the kernel that adds up the parts takes as long as is saved.
 SHORT = 768
 #: Most columns of one narrow matrix, and of all in one kernel: their accumulators are in registers.
 MOST_COLUMNS, MOST_TOGETHER = 128, 256

@@ -112,25 +112,30 @@ def sections(results: Path) -> list[tuple[str, Path, str]]:
 
 def performance(results: Path, written: list[tuple[str, Path, str]]) -> str:
     """The text of docs/performance.md."""
-    parts, others = [], []
+    parts: list[str] = []
+    others: dict[str, list[str]] = {}
     last = {pattern: path for pattern, path, _ in written}
     for pattern, path, text in written:
         if pattern in ONE_DEVICE and path != last[pattern]:
             continue
-        title = text.partition("\n")[0].removeprefix("## ")
         if pattern in SHOWN:
             parts.append(docs_tables.short(text, SHOWN[pattern]))
         else:
             rows = max((len(table.rows) for table in docs_tables.tables(text)), default=0)
-            file = f"[{path.stem}.csv](../bench/results/{path.stem}.csv)"
-            others.append([title, str(rows), file])
-    titles = [part.partition("\n")[0].removeprefix("## ") for part in parts] + ["Rows of operations"]
+            file = f"[{path.stem}.csv](../bench/results/{path.stem}.csv) ({rows})"
+            others.setdefault(_title(text).partition(", ")[0], []).append(file)
+    titles = [*map(_title, parts), "Rows of operations"]
     plots = docs_plots.shown(results, PLOTTED, "performance.md")
     shown = [_contents(titles), *plots, *_explained_once(parts)]
     return filled(
         "performance.md", level=f"{LEVEL:.0%}", more=f"{MORE - 1:.0%}", sections="\n\n".join(shown),
-        operations=table(("what", "rows", "file"), others),
+        operations=table(("what", "files and their rows"), [(k, ", ".join(f)) for k, f in others.items()]),
     )  # fmt: skip
+
+
+def _title(section: str) -> str:
+    """Of a section: its kind, and after a comma the device."""
+    return section.partition("\n")[0].removeprefix("## ")
 
 
 def _explained_once(parts: list[str]) -> list[str]:

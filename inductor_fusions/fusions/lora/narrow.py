@@ -168,9 +168,11 @@ def fitted(config: Config, shape: Shape) -> Config:
     return config
 
 
-#: What is tried first beside the default: tile of x, how many times fewer parts of K, warps, stages. Each is
-#: the one that adds most to those before it (on the timed problems of `bench.lora_tiles`).
-TRIED = ((64, 128, 4, 4, 4), (32, 256, 4, 4, 3), (128, 64, 1, 8, 3), (16, 256, 4, 4, 3), (64, 64, 2, 4, 4))
+#: What is tried first beside the default: tile of x, how many times fewer parts of K, warps, stages. The first
+#: three are those that add most together on the timed problems of `bench.lora_tiles`. Where x and the narrow
+#: matrices have one dtype, it is a long step in K; where the narrow ones come in summands, a high tile of x.
+TRIED = ((64, 128, 2, 4, 4), (16, 256, 1, 4, 3), (32, 256, 2, 4, 4), (16, 256, 2, 4, 3), (128, 64, 1, 4, 4))
+TRIED_OF_SUMMANDS = ((64, 64, 2, 4, 4), (128, 64, 2, 4, 4), (64, 128, 1, 4, 3), (128, 64, 1, 8, 3))
 
 
 def candidates(shape: Shape) -> list[Config]:
@@ -178,7 +180,8 @@ def candidates(shape: Shape) -> list[Config]:
     rows = 512 if shape.rows is None else shape.rows
     found = [default(shape)]
     heights = (16, 32, 64, 128) if shape.masks < 2 else (64, 128)  # lower tiles spill beside the sums
-    found += [_made(shape, *sizes) for sizes in TRIED if sizes[0] in heights]
+    first = TRIED if shape.narrow == shape.dtype else TRIED_OF_SUMMANDS
+    found += [_made(shape, *sizes) for sizes in first if sizes[0] in heights]
     for block_m in heights:
         if block_m > 16 and block_m >= 2 * rows:
             continue

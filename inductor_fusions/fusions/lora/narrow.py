@@ -168,9 +168,10 @@ def fitted(config: Config, shape: Shape) -> Config:
     return config
 
 
-#: What is tried first beside the default: tile of x, how many times fewer parts of K, warps, stages. The first
-#: three are those that add most together on the timed problems of `bench.lora_tiles`. Where x and the narrow
-#: matrices have one dtype, it is a long step in K; where the narrow ones come in summands, a high tile of x.
+#: What is tried first beside the default: tile of x, how many times fewer parts of K, warps, stages. The
+#: first three are those that add most together on the timed problems of `bench.lora_tiles`. Where x and the
+#: narrow matrices have one dtype, these are long steps in K; where the narrow ones come in summands, high
+#: tiles of x.
 TRIED = ((64, 128, 2, 4, 4), (16, 256, 1, 4, 3), (32, 256, 2, 4, 4), (16, 256, 2, 4, 3), (128, 64, 1, 4, 4))
 TRIED_OF_SUMMANDS = ((64, 64, 2, 4, 4), (128, 64, 2, 4, 4), (64, 128, 1, 4, 3), (128, 64, 1, 8, 3))
 

@@ -28,14 +28,15 @@ from ..reasons import Reason
 
 #: Every operation that is read, by the names of its arguments in positional order.
 _BY_ARGUMENTS = {
-    "": "arange ones zeros",
+    "": "arange ones zeros meshgrid",
     "input": "neg tanh sigmoid log_sigmoid softplus relu abs exp exp2 log sqrt bitwise_not logical_not "
-    "new_ones new_zeros ones_like zeros_like view reshape flatten unflatten view_as reshape_as _unsafe_view "
+    "zero new_ones new_zeros ones_like zeros_like "
+    "view reshape flatten unflatten view_as reshape_as _unsafe_view "
     "expand expand_as broadcast_to permute t contiguous clone detach alias lift_fresh_copy lift_fresh repeat "
     "to type_as type _to_copy convert_element_type float half bfloat16 double bool int long cpu cuda "
     "_transformer_encoder_layer_fwd _native_multi_head_attention topk isnan reciprocal",
     "input other": "add sub rsub mul div min max minimum maximum matmul bmm eq ne lt le gt ge bitwise_and "
-    "bitwise_or logical_and logical_or inner",
+    "bitwise_or bitwise_xor logical_and logical_or logical_xor inner",
     "input exponent": "pow",
     "input dim keepdim": "sum amax amin mean logsumexp",
     "input p dim eps": "normalize",
@@ -57,7 +58,8 @@ _BY_ARGUMENTS = {
     "input dim index": "gather index_select select", "input indices dim": "take_along_dim",
     # masks
     "input mask value": "masked_fill", "input mask": "masked_select", "condition input other": "where",
-    "input diagonal": "tril triu", "input indices": "index", "input n dim prepend append": "diff",
+    "input diagonal": "tril triu", "n m": "eye", "input fill_value wrap": "fill_diagonal",
+    "input indices": "index", "input n dim prepend append": "diff",
     # constants
     "size fill_value": "full", "input fill_value": "full_like", "input size fill_value": "new_full",
     "data": "tensor scalar_tensor", "input value": "fill",
@@ -76,9 +78,10 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
 #: Forms whose name is not that of the operation.
 _SYNONYMS = {
     "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
-    "negative": "neg", "special_softmax": "softmax", "mm": "matmul", "mv": "matmul", "and": "bitwise_and",
-    "or": "bitwise_or", "invert": "bitwise_not", "not": "bitwise_not", "inv": "bitwise_not",
-    "__and__": "bitwise_and", "__or__": "bitwise_or", "__invert__": "bitwise_not",
+    "negative": "neg", "special_softmax": "softmax", "mm": "matmul", "mv": "matmul",
+    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "invert": "bitwise_not", "not": "bitwise_not", "inv": "bitwise_not",
+    "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__invert__": "bitwise_not",
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne",
     "_safe_softmax": "safe_softmax", "clip": "clamp",
     "concat": "cat", "concatenate": "cat", "absolute": "abs", "cross_entropy_loss": "cross_entropy",
@@ -165,7 +168,7 @@ def _functions() -> dict[Callable[..., Any], str]:
                 function = getattr(container, name + suffix, None)
                 if callable(function):
                     table.setdefault(function, name + suffix)
-    for name in ("add", "sub", "mul", "truediv", "and", "or", "matmul"):
+    for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "matmul"):
         table[getattr(operator, "i" + name)] = name + "_"
     table[operator.and_], table[operator.or_], table[operator.not_] = "and", "or", "logical_not"
     table[getattr], table[torch.linalg.matmul] = "getattr", "matmul"

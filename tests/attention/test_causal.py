@@ -27,6 +27,10 @@ def place(n):
     return torch.arange(n)
 
 
+def above_each_other(row, column):
+    return column <= row
+
+
 def packed(seen):
     """Hugging Face's mask of packed sequences, from positions where no mask is given."""
     position = torch.arange(seen).expand(BATCH, -1)
@@ -90,6 +94,12 @@ CAUSAL = {
     "window as wide as the sequence": lambda n: (
         (place(n) <= place(n)[:, None]) & (place(n) > place(n)[:, None] - n)
     ),
+    "xor with true": lambda n: torch.ones(n, n, dtype=torch.bool).triu(1) ^ True,
+    "xor of numbers": lambda n: torch.logical_xor(torch.ones(n, n).triu(1), torch.ones(n, n)),
+    "one and another": lambda n: torch.ones(n, n).tril().logical_and(torch.ones(n)),
+    "grid": lambda n: above_each_other(*torch.meshgrid(place(n), place(n), indexing="ij")),
+    "grid, xy": lambda n: above_each_other(*reversed(torch.meshgrid(place(n), place(n), indexing="xy"))),
+    "grid of a list": lambda n: above_each_other(*torch.meshgrid([place(n), place(n)], indexing="ij")),
     "packed": packed,
     "iotas": of_iotas,
     "contiguous": lambda n: torch.ones(n, n, dtype=torch.bool).tril().contiguous().clone(),
@@ -190,7 +200,7 @@ VISIBLE = {
     "tril with a far diagonal": lambda n: torch.ones(n, n, dtype=torch.bool).tril(n),
     "equal to itself": lambda n: (place(n) - place(n))[None] == 0,
 }
-NOT_PROVED = [VISIBLE[name] for name in ("wide window", "either way")]
+NOT_PROVED = [VISIBLE["wide window"]]
 
 
 @cases(VISIBLE)
@@ -252,6 +262,15 @@ NEARLY = {
     "every second": lambda n: torch.ones(64, 64, dtype=torch.bool).tril()[: 2 * n : 2, :n],
     "xor": lambda n: (place(n) <= place(n)[:, None]) ^ (place(n) == 1),
     "same row and key": lambda n: (place(n) <= place(n)[:, None]) & (place(n) == place(n)[:, None]),
+    "xor of a wider one": lambda n: torch.ones(n, n, dtype=torch.bool).tril() ^ (place(n) < 2),
+    "grid, other way around": lambda n: above_each_other(*torch.meshgrid(place(n), place(n), indexing="xy")),
+    "grid of other numbers": lambda n: above_each_other(
+        *torch.meshgrid(place(n), place(n) + 1, indexing="ij")
+    ),
+    "two triangles": lambda n: torch.cat(
+        [torch.ones(n // 2, n, dtype=torch.bool).tril(), torch.ones(n - n // 2, n, dtype=torch.bool).tril()]
+    ),
+    "all but itself": lambda n: torch.ones(n, n, dtype=torch.bool).tril().fill_diagonal_(False),
     "squares": lambda n: place(n) * place(n) <= place(n)[:, None],
     "modulo": lambda n: place(n) % 4 <= place(n)[:, None] % 4,
     "cumsum of a cumsum": lambda n: place(n) <= torch.ones(n).cumsum(0).cumsum(0)[:, None],

@@ -59,6 +59,44 @@ def assigned_by_a_mask() -> torch.Tensor:
     return mask
 
 
+def triangle_in_place() -> torch.Tensor:
+    """As DeepSeek-V3 has it."""
+    return torch.full((LENGTH, LENGTH), -torch.inf).triu_(1)
+
+
+def filled_with_a_number() -> torch.Tensor:
+    """As CLIP, Whisper and fairseq have it."""
+    mask = torch.empty(LENGTH, LENGTH)
+    mask.fill_(LOWEST)
+    mask.triu_(1)
+    return mask
+
+
+def negated() -> torch.Tensor:
+    return torch.full((LENGTH, LENGTH), 1e9).triu_(1).neg_()
+
+
+def inverted() -> torch.Tensor:
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu_(1)
+    seen.logical_not_()
+    return torch.zeros(LENGTH, LENGTH).masked_fill_(seen.bitwise_not_(), LOWEST)
+
+
+def inverted_numbers() -> torch.Tensor:
+    """Numbers other than 0 become 0, and 0 becomes 1."""
+    return torch.full((LENGTH, LENGTH), 7.0).tril_().logical_not_().mul_(LOWEST)
+
+
+def logarithm() -> torch.Tensor:
+    return torch.ones(LENGTH, LENGTH).tril_().log_()
+
+
+def other_triangle() -> torch.Tensor:
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu_(1)
+    seen ^= torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    return torch.zeros(LENGTH, LENGTH).masked_fill(~seen, LOWEST)
+
+
 def attend(make: Any, late: bool = False) -> Any:
     """Attention with a mask.
 
@@ -74,7 +112,10 @@ def attend(make: Any, late: bool = False) -> Any:
     return attention
 
 
-CAUSAL = [triangle, opt, assigned_whole, assigned_by_a_number, assigned_by_a_mask, boolean, filled]
+CAUSAL = [
+    triangle, opt, assigned_whole, assigned_by_a_number, assigned_by_a_mask, boolean, filled,
+    triangle_in_place, filled_with_a_number, negated, inverted, inverted_numbers, logarithm, other_triangle,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["first", "late"])
@@ -190,7 +231,37 @@ def rounded() -> torch.Tensor:
     return torch.zeros(LENGTH, LENGTH).masked_fill(far > near, LOWEST)
 
 
+def filled_after_all() -> torch.Tensor:
+    mask = torch.full((LENGTH, LENGTH), LOWEST).triu_(1)
+    mask.fill_(0.25)
+    return mask
+
+
+def zeroed() -> torch.Tensor:
+    mask = torch.full((LENGTH, LENGTH), LOWEST).triu_(1)
+    return mask.zero_()
+
+
+def filled_diagonal() -> torch.Tensor:
+    mask = torch.full((LENGTH, LENGTH), LOWEST).triu_(1)
+    mask[1:].fill_diagonal_(LOWEST)
+    return mask
+
+
+def row_of_a_triangle() -> torch.Tensor:
+    """The first row is written through a view."""
+    mask = torch.full((LENGTH, LENGTH), LOWEST).triu_(1)
+    mask[:1].triu_(2)
+    return mask
+
+
+def twice_inverted() -> torch.Tensor:
+    hidden = torch.full((LENGTH, LENGTH), 7.0).triu_(1).logical_not_().logical_not_()
+    return hidden * 0.5
+
+
 MISSES = [
+    filled_after_all, zeroed, filled_diagonal, row_of_a_triangle, twice_inverted,
     part_assigned, assigned_in_a_box, assigned_by_a_mask_of_rows, every_other, overwritten_later,
     through_a_view, view_is_read_later, read_before_and_after,
     alias_of_a_binary_mask, true_and_true, rounded,

@@ -110,7 +110,31 @@ ONE_SIDE: dict[str, Callable[[Any], Any]] = {
     "two triangles, in a row": lambda n: torch.zeros(n, n) + bands(n)[0] + bands(n)[1],
     "logarithm": lambda n: torch.log(torch.triu(torch.tril(torch.ones(n, n)), -WIDTH)),
     "logarithm, method": lambda n: (distance(n).abs() <= WIDTH).tril().float().log(),
+    "one triangle without another": lambda n: (
+        torch.ones(n, n, dtype=torch.bool).tril() ^ torch.ones(n, n, dtype=torch.bool).tril(-WIDTH)
+    ),
 }
+
+
+def beside(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    """Four blocks of a matrix."""
+    return torch.cat([torch.cat([a, b], 1), torch.cat([c, d], -1)])
+
+
+#: Made of blocks.
+BLOCKS: dict[str, Callable[[Any], Any]] = {
+    # As GIT and prefix language models have it: 40 tokens see each other, those behind them what was before.
+    "prefix": lambda n: beside(
+        torch.zeros(40, 40), torch.full((40, n - 40), -INF),
+        torch.zeros(n - 40, 40), torch.full((n - 40, n - 40), -INF).triu_(1),
+    ),
+    "two blocks": lambda n: beside(
+        torch.ones(40, 40, dtype=torch.bool), torch.zeros(40, n - 40, dtype=torch.bool),
+        torch.zeros(n - 40, 40, dtype=torch.bool), torch.ones(n - 40, n - 40, dtype=torch.bool).tril(),
+    ),
+    "all but itself": lambda n: ~torch.eye(n, dtype=torch.bool),
+    "all but itself, filled": lambda n: torch.ones(n, n, dtype=torch.bool).fill_diagonal_(False),
+}  # fmt: skip
 #: One of each class, at a length of two blocks and a part of a third; and in which forms it is written.
 CLASSES: dict[str, tuple[Mask, str]] = {
     "causal+window": (window, "add fill call"),
@@ -194,7 +218,8 @@ def alibi_of_merged_heads(q: Any, k: Any, v: Any, data: Any) -> Any:
 
 def _cases() -> dict[str, Case]:
     found: dict[str, Case] = {}
-    for kind, table in (("window+blocks", BOTH_SIDES), ("causal+window", ONE_SIDE)):
+    tables = {"window+blocks": BOTH_SIDES, "causal+window": ONE_SIDE, "blocks": BLOCKS}
+    for kind, table in tables.items():
         for name, mask in table.items():
             for form in ("fill", "call"):
                 fn = written(lambda data, n, mask=mask: mask(n), form)

@@ -30,7 +30,9 @@ from .masks import (
     classify,
     conjunction,
     dims,
+    disjunction,
     elements,
+    identity,
     is_causal,
     is_known,
     may_hide_rows,
@@ -246,8 +248,9 @@ def find(
     if read.unbounded and (visible is True or not _sees_own_key(visible, shape)):
         return None
     (number,) = read.numbers
-    # Where each query sees itself, or the first key.
-    never_empty = _always_sees(visible, shape, Affine(0)) or _sees_own_key(visible, shape)
+    # Where each query sees itself, or the first or the last key.
+    ends = Affine(0), Affine(shape[KEY] - 1)
+    never_empty = _always_sees(visible, shape, *ends) or _sees_own_key(visible, shape)
     if math.isfinite(number) and not never_empty and not _keeps_empty_rows(read, terms, number, trains):
         return None
     return Structure(
@@ -310,7 +313,11 @@ def _sees_own_key(visible: Bool, shape: Sequence[Any]) -> bool:
     return known_true(shape[KEY] >= shape[QUERY]) and _always_sees(visible, shape, Affine(0, ((QUERY, 1),)))
 
 
-def _always_sees(visible: Bool, shape: Sequence[Any], key: Affine) -> bool:
-    """Whether each query sees a key, of one index or one that depends on the query."""
-    seen = substitute(visible, lambda dim: key if dim == KEY else Affine(0, ((dim, 1),)))
-    return isinstance(seen, (bool, NonNegative, And, Or, Not)) and reduce(seen, shape) is True
+def _always_sees(visible: Bool, shape: Sequence[Any], *keys: Affine) -> bool:
+    """Whether each query sees one of some keys, each of one index or one that depends on the query."""
+
+    def at(key: Affine) -> Any:
+        return substitute(visible, lambda dim: key if dim == KEY else identity(dim))
+
+    found = [seen for seen in map(at, keys) if isinstance(seen, (bool, NonNegative, And, Or, Not))]
+    return disjunction([reduce(seen, shape) for seen in found]) is True

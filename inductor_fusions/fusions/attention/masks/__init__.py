@@ -17,7 +17,7 @@ buffers are never read: compiled code is cached without them.
 """
 
 from . import operations, views  # they register their rules
-from .algebra import conjunction, is_one_or_zero, negation, substitute
+from .algebra import conjunction, disjunction, is_one_or_zero, negation, substitute
 from .contents import holds_fills_alone, may_be_low, may_hide_rows
 from .dtypes import rounded
 from .interpreter import Interpreter

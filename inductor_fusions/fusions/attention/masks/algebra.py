@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -38,6 +39,8 @@ def conjunction(operands: Sequence[Bool]) -> Bool:
     if False in flat:
         return False
     flat = [part for part in flat if not any(_implies(other, part) for other in flat if other is not part)]
+    if any(_together(first, second, False) for first, second in itertools.combinations(flat, 2)):
+        return False
     if not flat:
         return True
     return flat[0] if len(flat) == 1 else And(tuple(flat))
@@ -51,6 +54,14 @@ def _implies(first: Bool, second: Bool) -> bool:
         and Affine(0, first.value.coeffs) == Affine(0, second.value.coeffs)
         and known_true(first.value.const < second.value.const)
     )
+
+
+def _together(first: Bool, second: Bool, hold: bool) -> bool:
+    """Whether one of two comparisons always holds, as of x >= 2 and x <= 4; or, not `hold`, always fails."""
+    if not isinstance(first, NonNegative) or not isinstance(second, NonNegative):
+        return False
+    total = first.value + second.value
+    return total.is_constant and known_true(total.const >= -1 if hold else total.const < 0)
 
 
 def negation(operand: Bool) -> Bool:
@@ -78,6 +89,8 @@ def disjunction(operands: Sequence[Bool]) -> Bool:
     for part in flat:
         if not any(_follows(other, part) for other in kept):
             kept = [*(other for other in kept if not _follows(part, other)), part]
+    if any(_together(first, second, True) for first, second in itertools.combinations(kept, 2)):
+        return True
     if not kept:
         return False
     return kept[0] if len(kept) == 1 else Or(tuple(kept))
@@ -147,6 +160,12 @@ def choose(condition: Bool | None, then: Value, otherwise: Value) -> Value:
         return choose(negation(condition), otherwise, then)
     if isinstance(then, Affine) and isinstance(otherwise, Affine):
         return then if then == otherwise else Select(condition, then, otherwise)
+    # Two choices of the same two values are one: where(c, where(a, x, y), where(b, x, y)).
+    if isinstance(then, Select) and isinstance(otherwise, Select):
+        if (then.then, then.otherwise) == (otherwise.otherwise, otherwise.then):
+            otherwise = Select(negation(otherwise.condition), otherwise.otherwise, otherwise.then)
+        if (then.then, then.otherwise) == (otherwise.then, otherwise.otherwise):
+            return choose(as_bool(choose(condition, then.condition, otherwise.condition)), *branches(then))
     return None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ....graph.torch_ops import value as value_of
-from .algebra import as_bool, choose
+from .algebra import as_bool, as_number, choose
 from .proofs import bounds
 from .values import Affine, Data, Element, Number, Select, Value, is_integral
 
@@ -29,6 +29,7 @@ def held(value: Value, dtype: torch.dtype, shape: Sequence[Number]) -> Value:
         return value if value_of(value.element.node).dtype == dtype else None
     if isinstance(value, Select):
         return choose(value.condition, _held(value.then, dtype, shape), _held(value.otherwise, dtype, shape))
+    value = as_number(value)  # what a logical operation writes over numbers is 1 and 0
     return _held(value, dtype, shape) if isinstance(value, Affine) else value
 
 

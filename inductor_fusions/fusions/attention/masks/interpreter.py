@@ -285,11 +285,14 @@ def adds_dims_in_front(node: Any, shape: Any) -> bool:
 
 #: Operations whose result, at each index, depends on that of their operands at the same index alone.
 ELEMENTWISE = torch_ops.COPIES | frozenset(
-    "add sub rsub mul div neg eq ne lt le gt ge bitwise_and bitwise_or bitwise_not logical_and logical_or "
-    "logical_not where masked_fill clamp minimum maximum cpu cuda detach".split()
+    "add sub rsub mul div neg eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor bitwise_not logical_and "
+    "logical_or logical_xor logical_not where masked_fill clamp minimum maximum cpu cuda detach".split()
 )
 #: Operations whose result, written over their first operand, is what they give otherwise.
-IN_PLACE = frozenset({"add", "sub", "mul", "masked_fill", "bitwise_and", "bitwise_or"})
+IN_PLACE = frozenset(
+    "add sub mul neg abs log sqrt masked_fill fill zero fill_diagonal tril triu bitwise_and bitwise_or "
+    "bitwise_xor bitwise_not logical_and logical_or logical_xor logical_not".split()
+)
 #: The largest depth of nested reads of overwritten values.
 DEEPEST = 40
 #: The most parts of a value: a larger one is read as data. A value that is read twice counts twice.

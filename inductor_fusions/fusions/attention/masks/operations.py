@@ -21,11 +21,12 @@ from .algebra import (
     disjunction,
     magnitude,
     map_parts,
+    negation,
     negation_of,
 )
 from .dtypes import held, of_dtype
 from .interpreter import Interpreter, rank_of, rule
-from .values import BOOL, Affine, NonNegative, Value, affine
+from .values import BOOL, Affine, Bool, NonNegative, Value, affine, identity
 
 
 def _promoted(interpreter: Interpreter, op: torch_ops.Op) -> tuple[Value, Value]:
@@ -112,14 +113,17 @@ def _comparison(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     return compare(op.name, *_promoted(interpreter, op))
 
 
-@rule("bitwise_and", "logical_and", "bitwise_or", "logical_or")
+@rule(*(f"{kind}_{join}" for kind in ("bitwise", "logical") for join in ("and", "or", "xor")))
 def _joined(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     left, right = interpreter.read(op.input), interpreter.read(op["other"])
     if op.name.startswith("bitwise") and not (isinstance(left, BOOL) and isinstance(right, BOOL)):
         return None  # of integers
     left, right = as_bool(left), as_bool(right)
-    join = conjunction if op.name.endswith("and") else disjunction
-    return None if left is None or right is None else join([left, right])
+    if left is None or right is None:
+        return None
+    if op.name.endswith("xor"):
+        return choose(left, negation(right), right)
+    return (conjunction if op.name.endswith("and") else disjunction)([left, right])
 
 
 @rule("bitwise_not", "logical_not")
@@ -186,7 +190,12 @@ def _full(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     return _constant(op, next((op[name] for name in ("fill_value", "data", "s") if name in op.args), None))
 
 
-@rule("ones", "ones_like", "new_ones", "zeros", "zeros_like", "new_zeros")
+@rule("fill")
+def _fill(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return _constant(op, op["value"])
+
+
+@rule("ones", "ones_like", "new_ones", "zero", "zeros", "zeros_like", "new_zeros")
 def _ones(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     return _constant(op, int("ones" in op.name))
 
@@ -208,6 +217,24 @@ def _triangle(interpreter: Interpreter, op: torch_ops.Op) -> Value:
         kept = NonNegative(affine(-diagonal, {-2: -1, -1: 1}))
     found = interpreter.read(op.input)
     return choose(kept, found, False if isinstance(found, BOOL) else Affine(0))
+
+
+@rule("eye")
+def _eye(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    return _diagonal()
+
+
+@rule("fill_diagonal")
+def _fill_diagonal(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    filled = _constant(op, op["fill_value"])
+    if filled is None or rank_of(op.input) != 2 or op["wrap"]:  # of more dims it is where all are equal
+        return None
+    return choose(_diagonal(), filled, interpreter.read(op.input))
+
+
+def _diagonal() -> Bool | None:
+    """Where row and column are equal."""
+    return compare("eq", identity(-2), identity(-1))
 
 
 @rule("cumsum")

@@ -10,10 +10,10 @@ from torch import fx
 from ...._inductor import known_true
 from ....graph import torch_ops
 from ....graph.dims import permutation, selection
-from .algebra import substitute
+from .algebra import choose, compare, substitute
 from .interpreter import Interpreter, rank_of, rule
 from .proofs import bounds
-from .values import Affine, Value, affine, identity, renamed
+from .values import Affine, Value, affine, elements, identity, renamed
 
 
 @rule(*torch_ops.TRANSPOSES, "getattr")
@@ -68,6 +68,9 @@ def _view(interpreter: Interpreter, op: torch_ops.Op) -> Value:
 @rule("select", "narrow", "slice", "getitem")
 def _selected(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     index = op["index"] if isinstance(op["index"], tuple) else (op["index"],)
+    grid = torch_ops.read(op.input)
+    if op.name == "getitem" and grid is not None and grid.name == "meshgrid":
+        return _of_grid(interpreter, grid, op["index"])
     given, target = torch_ops.tensor(op.input), torch_ops.tensor(op.node)
     if given is not None and any(torch_ops.tensor(part) is not None for part in index):
         return _gathered(interpreter, interpreter.read(op.input), given, index)
@@ -89,6 +92,45 @@ def _selected(interpreter: Interpreter, op: torch_ops.Op) -> Value:
             return None
         mapping[dim - source.dim()] = affine(start, {place - target.dim(): step})
     return substitute(interpreter.read(taken.source), mapping.get)
+
+
+def _of_grid(interpreter: Interpreter, grid: torch_ops.Op, index: Any) -> Value:
+    """One result of `torch.meshgrid`: the numbers of one vector along a dim of its own."""
+    vectors = grid.rest[0] if len(grid.rest) == 1 and isinstance(grid.rest[0], (list, tuple)) else grid.rest
+    if not isinstance(index, int) or not all(rank_of(vector) == 1 for vector in vectors):
+        return None
+    place = index % len(vectors)
+    vector = vectors[place]
+    if grid["indexing"] == "xy" and place < 2 <= len(vectors):
+        place = 1 - place
+    return substitute(interpreter.read(vector), renamed({-1: place - len(vectors)}))
+
+
+@rule("cat")
+def _cat(interpreter: Interpreter, op: torch_ops.Op) -> Value:
+    """Blocks beside each other. Data would be read at indices that it does not have."""
+    rank, dim = rank_of(op.node), torch_ops.concrete(op["dim"] if op["dim"] is not None else 0)
+    parts = op["tensors"]
+    if not isinstance(dim, int) or not isinstance(parts, (list, tuple)) or not parts:
+        return None
+    dim = dim if dim < 0 else dim - rank
+    ends, found = [0], list[Value]()
+    for part in parts:
+        tensor = torch_ops.tensor(part)
+        if tensor is None or tensor.dim() != rank:  # an empty vector may be beside tensors of any rank
+            return None
+        value = interpreter.read(part)
+        found.append(None if any(elements(value)) else _shifted(value, dim, ends[-1]))
+        ends.append(ends[-1] + tensor.shape[dim])
+    whole = found.pop()
+    for end, value in zip(reversed(ends[1:-1]), reversed(found), strict=True):
+        whole = choose(compare("lt", identity(dim), Affine(end)), value, whole)
+    return whole
+
+
+def _shifted(value: Value, dim: int, by: Any) -> Value:
+    """A value whose first index along a dim is another one."""
+    return substitute(value, lambda d: affine(-by, {dim: 1}) if d == dim else identity(d))
 
 
 @rule("index")

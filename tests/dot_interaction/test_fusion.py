@@ -16,19 +16,8 @@ from inductor_fusions.fusions import dot_interaction
 from inductor_fusions.fusions.dot_interaction import check_kernel
 from inductor_fusions.fusions.dot_interaction.op import DOT_INTERACTION
 from tests.attention.support import rand
-from tests.dot_interaction.forms import (
-    GIVEN,
-    LI,
-    LJ,
-    OTHERS,
-    SAMPLES,
-    SPELLINGS,
-    TRIANGLES,
-    D,
-    F,
-    own,
-    products,
-)  # fmt: skip
+from tests.dot_interaction.forms import GIVEN, LI, LJ, SAMPLES, SPELLINGS, TRIANGLES, D, F, own, products
+from tests.dot_interaction.left_alone import OTHERS
 from tests.support.modules import Module
 
 pytestmark = pytest.mark.usefixtures("any_device")

@@ -250,3 +250,16 @@ def clamped_in_place(h: Any, w: Any, y: Any) -> Any:
     logits = F.linear(h, w).float()
     logits.clamp_(-3, 3)
     return F.cross_entropy(logits.view(-1, 80), y.view(-1))
+
+
+@form(*HEAD, left=(1, 1), reasons=("returns the log-probabilities",) * 2)
+def log_probabilities_returned_by_a_policy(h: Any, w: Any, y: Any) -> Any:
+    """Through views, as fairseq and policies have them."""
+    lp = F.log_softmax(F.linear(h, w), -1, dtype=torch.float32)
+    return F.nll_loss(lp.view(-1, 80), y.view(-1)), lp
+
+
+@form(*HEAD, left=(1, 1), reasons=("log-probabilities are also read",) * 2)
+def log_probabilities_read_elsewhere(h: Any, w: Any, y: Any) -> Any:
+    lp = F.log_softmax(F.linear(h, w), -1).view(-1, 80)
+    return F.nll_loss(lp, y.view(-1)), lp.tanh().sum(-1)

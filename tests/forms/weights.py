@@ -353,3 +353,18 @@ def normalised_behind_a_causal_mask(q: Any, k: Any, v: Any) -> Any:
     """No row is empty, and the scores are not masked."""
     weights = scored(q, k).softmax(-1).masked_fill(ones() == 0, 0)
     return (weights / weights.sum(-1, keepdim=True)) @ v
+
+
+@form(*QKV, fused=0, reasons=("from the result of the first one",))
+def weights_on_their_own_result(q: Any, k: Any, v: Any) -> Any:
+    """Zipformer's second attention shares the weights of the first."""
+    weights = scored(q, k).softmax(-1)
+    first = weights @ v
+    return first + weights @ first.tanh()
+
+
+@form((2, 9, 4, 8), (2, 9, 4, 8), (2, 9, 4, 8), (2, 9, 9, 32), (32, 32), fused=0, reasons=("elementwise",))
+def weights_of_each_channel(q: Any, k: Any, v: Any, edges: Any, w: Any) -> Any:
+    """DiGress's, whose scores are products of numbers and features of edges."""
+    scores = q.unsqueeze(2) * k.unsqueeze(1) + F.linear(edges, w).view(2, 9, 9, 4, 8)
+    return (torch.softmax(scores, 2) * v.unsqueeze(1)).sum(2)

@@ -13,7 +13,7 @@ from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
-from ...graph.dims import permutation, selection
+from ...graph.dims import permutation, reduced, selection
 from ...graph.torch_ops import Op, dropout_p, read, value
 from ...operands import same_shape, tensor
 from ...reasons import Reason
@@ -28,6 +28,7 @@ from .written_out import sums_at
 
 #: Operations that choose among weights.
 _CHOOSES = frozenset("topk max argmax sort".split())
+_ELEMENTWISE = Reason.NO_PRODUCT("the weights are multiplied elementwise, not by a matrix product")
 
 
 def passed(
@@ -59,6 +60,8 @@ def passed(
             raise Reason.MIXED_DTYPES.rejected(
                 "the attention weights are cast to a dtype that is not floating point"
             )
+    elif op.name == "sum" and site.behind and reduced(op)[0] == at.columns:
+        raise Rejected(_ELEMENTWISE)
     elif op.name not in torch_ops.COPIES:
         raise between(op, node)
     return at
@@ -185,7 +188,7 @@ def between(op: Op, weights: fx.Node) -> Rejected:
         return found
     wider = not (before is None or after is None or same_shape(before.shape, after.shape))
     if op.name == "mul" and (wider or [by.name for by in map(read, readers(op.node)) if by] == ["sum"]):
-        return Reason.NO_PRODUCT.rejected("the weights are multiplied elementwise, not by a matrix product")
+        return Rejected(_ELEMENTWISE)
     if op.name in torch_ops.ADDING:
         return Reason.IN_BETWEEN.rejected(f"{op.name} also adds a tensor to the product with v", "torch.bmm")
     numpy = by_numpy(op)

@@ -126,7 +126,12 @@ class HandWritten(Candidate):
                 continue
             read = inputs(node)
             between = self.scope.mutations.between
-            if node in site.outputs or not is_pure(node) or any(between(r, site.output, node) for r in read):
+            if node in site.outputs:
+                raise Reason.WEIGHTS.rejected(
+                    "the attention weights are also used by another product, whose values are computed from "
+                    "the result of the first one"
+                )
+            if not is_pure(node) or any(between(r, site.output, node) for r in read):
                 raise Reason.WEIGHTS.rejected(
                     "the attention weights are also used by another product, and "
                     f"{node.name} may have another value before the first one"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from .recognise import FLATTENS, features_of, gathered, is_index, is_row, square
 BY_MATRICES = "features are multiplied through matrices"
 CORRELATED = "all correlations of features over the samples are read"
 OF_FIELDS = "each field has features of its own for each other field (field-aware), which are multiplied"
+OF_SETS = "the vectors of two sets are multiplied one by one"
 WEIGHTED = "pairs are multiplied by weights of each element before the sum (a kernel of a product network)"
 UNSUMMED = "pairs are multiplied without a sum"
 VECTORS = "all products are read, each times a vector"
 LARGEST = "the largest product of each vector is read (late interaction)"
 ONE_BY_ONE = "pairs are multiplied one by one"
 #: Of these no other form is supported.
-WITHOUT_HINT = frozenset({BY_MATRICES, CORRELATED, OF_FIELDS, WEIGHTED, UNSUMMED, VECTORS, LARGEST})
+WITHOUT_HINT = frozenset({BY_MATRICES, CORRELATED, OF_FIELDS, OF_SETS, WEIGHTED, UNSUMMED, VECTORS, LARGEST})
 _RETURNED = "the graph returns all products, as where a boolean mask, which ends it, selects"
 #: The most products of fields that are looked for.
 _MOST_PAIRS = 64
@@ -53,8 +55,8 @@ def how(node: fx.Node) -> str:
             return "all products are read, each times a factor"
         if is_over_last(op) and _is_weighted(op.input):
             return WEIGHTED
-        if _begins_fields(node):
-            return OF_FIELDS
+        if fields := _fields_from(node):
+            return _of_tensors(fields)
         return ONE_BY_ONE if _begins_loop(node) else ""
     if op.name in ("max", "amax"):
         return _of_largest(op)
@@ -68,7 +70,7 @@ def how(node: fx.Node) -> str:
             return how
         if _begins_unsummed(node):
             return UNSUMMED
-        return OF_FIELDS if several and all(map(_of_fields, parts)) else ""
+        return _of_tensors(parts) if several and all(map(_of_fields, parts)) else ""
     if op.name in ("getitem", "index_select") and _begins_products(node):
         return BY_MATRICES
     if op.name in ("getitem", "index_select") and _begins_unsummed(node):
@@ -299,11 +301,11 @@ def _is_weighted(product: Any) -> bool:
     return len(waiting) == 5 and len(found) == 2 and _of_one_set(*found)
 
 
-def _begins_fields(node: fx.Node) -> bool:
-    """Whether a sum is the first of those of products of fields: of three products, or of many at once."""
+def _fields_from(node: fx.Node) -> set[fx.Node]:
+    """The products of fields of whose sums a node is the first: three or more, or many at once; else none."""
     product = read(node)
     if product is None or not _of_fields(product.input) or not is_over_last(product):
-        return False
+        return set()
     waiting, seen, sums = [product.input], set[fx.Node](), set[fx.Node]()
     while waiting and len(seen) < _MOST_PAIRS:
         each = waiting.pop()
@@ -314,7 +316,15 @@ def _begins_fields(node: fx.Node) -> bool:
         waiting += [other for source in sources for taken in readers(source) for other in readers(taken)]
     made = tensor(product.input)
     at_once = made is not None and made.dim() == 3
-    return at_once or (len(sums) >= 3 and min(sums) is node)
+    return seen if at_once or (len(sums) >= 3 and min(sums) is node) else set()
+
+
+def _of_tensors(products: Iterable[fx.Node]) -> str:
+    """How products of `_of_fields` are read. If each is of one tensor, with others, these are two sets."""
+    tensors = list(map(_of_fields, products))
+    if len(set().union(*tensors)) == 1 or not set.intersection(*tensors):
+        return OF_FIELDS
+    return "" if any(map(_through_matrices, products)) else OF_SETS  # which are reported on their own
 
 
 def _of_fields(product: Any) -> set[fx.Node]:

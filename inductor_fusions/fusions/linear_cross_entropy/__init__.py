@@ -195,7 +195,7 @@ class LossHead(Candidate):
                 continue
             if any(user.op == "output" for user in others):
                 raise Reason.USED_ELSEWHERE.rejected(
-                    "the graph returns the logits, which may be differentiated outside",
+                    f"the graph returns the {_said(node)}, which may be differentiated outside",
                     "return only the loss: torch.compile(lambda *args: model(*args).loss). If the logits "
                     "need no gradient: INDUCTOR_FUSIONS_RETURNED_LOGITS=detached",
                 )
@@ -211,8 +211,7 @@ class LossHead(Candidate):
                             nodes |= {*one.path, one.node}
                             waiting += one.path
                 if other not in nodes:
-                    op = read(node)
-                    what = "logits" if op is None or op.name != "log_softmax" else "log-probabilities"
+                    what = _said(node)
                     raise Reason.USED_ELSEWHERE.rejected(
                         f"the {what} are also read by {other.name}", f"let only the loss read the {what}"
                     )
@@ -286,6 +285,13 @@ class LossHead(Candidate):
         h, w = (keeping.kept(x, before, lambda: by_eager) for x in (site.h, site.w))
         bias = None if site.bias is None else keeping.kept(site.bias, before, lambda: by_eager)
         return dataclasses.replace(site, h=h, w=w, bias=bias)
+
+
+def _said(node: fx.Node) -> str:
+    """What a node on the way from the logits to the loss holds."""
+    while (op := read(node)) is not None and op.name in VIEWS | CASTS and isinstance(op.input, fx.Node):
+        node = op.input
+    return "logits" if op is None or op.name != "log_softmax" else "log-probabilities"
 
 
 def _first_reader(site: LossSite, operand: fx.Node) -> fx.Node:

@@ -351,3 +351,25 @@ def normaliser_in_the_same_einsum(q: Any, k: Any, v: Any) -> Any:
 def sums_of_exponentials(x: Any, edges: Any) -> Any:
     """Nothing is divided by them."""
     return x.new_zeros(10).index_add(0, edges[0], x.exp()).log()
+
+
+@form((2, 9, 4, 8), (2, 9, 4, 8), (2, 4, 9, 9), (2, 9, 4, 16), fused=0, reasons=("one einsum",))
+def diagonal_blocks_of_mamba(c: Any, b: Any, decay: Any, x: Any) -> Any:
+    """Mamba-2's minimal form: scores, decays and values in one product."""
+    return torch.einsum("blhn,bshn,bhls,bshp->blhp", c, b, decay, x)
+
+
+@form((2, 9, 4, 8), (2, 9, 4, 8), (2, 9, 4, 16), fused=0, reasons=("one einsum",))
+def linear_attention_at_once(q: Any, k: Any, v: Any) -> Any:
+    return torch.einsum("blhn,bshn,bshp->blhp", q, k, v)
+
+
+@form((4, 8), (4, 8), (8, 8, 5), fused=0, reasons=("outer-product",))
+def bilinear(x: Any, y: Any, w: Any) -> Any:
+    return torch.einsum("bi,bj,ijk->bk", x, y, w)
+
+
+@form((4, 9, 8), (4, 7, 8), (4, 5, 8), fused=0, reasons=())
+def three_vectors_of_one_rank(x: Any, y: Any, z: Any) -> Any:
+    """A canonical polyadic decomposition sums over one dim of all three."""
+    return torch.einsum("bir,bjr,bkr->bijk", x, y, z)

@@ -5,6 +5,7 @@ They are a sigmoid of the scores, a square of relu, decays; or a softmax over th
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from torch import fx
@@ -56,6 +57,10 @@ _RECURRENT = Reason.NO_PRODUCT(
 _CONCATENATED = Reason.NO_PRODUCT(
     "the weights are made of the concatenated features of each pair, not of a product of queries and keys"
 )
+_AT_ONCE = Reason.NO_PRODUCT(
+    "one einsum multiplies queries, keys and values, and no softmax is in between (a state space model as "
+    "attention, linear attention)"
+)
 #: How far the product of pairs is looked for, in nodes.
 _REACH = 32
 
@@ -71,6 +76,8 @@ def without_softmax(node: fx.Node) -> Candidate | None:
         found, turned = equation_of(op), []  # none of what is no product of two tensors
         if found is not None:
             turned = [not keeps for keeps in found.keeps_last]
+        elif _has_scores_and_values(op):
+            return Reported(node, Rejected(_AT_ONCE), {"product": text(tensor(node))})
     for weights, values, values_turned in zip(sides, sides[::-1], turned[::-1], strict=False):
         name, channels_first = _function(weights) if isinstance(weights, fx.Node) else ("", False)
         held, made = tensor(values), tensor(weights)
@@ -254,6 +261,21 @@ def _function(weights: fx.Node) -> tuple[str, bool]:
                 seen.add(each)
                 waiting.append((each, name))
     return found
+
+
+def _has_scores_and_values(op: Op) -> bool:
+    """Whether an einsum of three tensors or more sums over features of q and k, and over the keys of v."""
+    equation = op["equation"]
+    if not isinstance(equation, str) or "." in equation:
+        return False
+    given, _, result = equation.replace(" ", "").partition("->")
+    kept, sides = set(result), [set(side) for side in given.split(",")]
+    for q, k, v in itertools.permutations(sides, 3):
+        others = set[str]().union(*(side for side in sides if side is not q and side is not k))
+        features, keys = (q & k) - kept - others, (k & v) - kept - q
+        if features and keys and q & k & v & kept and (q & kept) - k and (v & kept) - k:
+            return True
+    return False
 
 
 def _pairs(op: Op) -> tuple[Any, bool] | None:

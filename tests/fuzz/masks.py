@@ -34,7 +34,9 @@ class MaskWriter:
             "{m} &= {x}", "{m} |= {x}", "{m}.logical_or_({x})", "{m}[:] = {x}", "{m}[..., :, :] = {x}",
             "{m}[...] = {x}", "{m}.masked_fill_({x}, True)", "{m}[:, :, 1:] = False", "{m}[..., 0] = True",
             "{m}[:, 0, 0].fill_(True)", "{m}.view(-1).logical_not_()", "{m}.copy_({m} & {x})", "{m} ^= {x}",
-            "{m}[:] = {m} & {x}", "{m}.mul_({x})", "{m}.fill_(True)",
+            "{m}[:] = {m} & {x}", "{m}.mul_({x})", "{m}.fill_(True)", "{m}.tril_(1)", "{m}.triu_(-1)",
+            "{m}.logical_xor_({x})", "{m}.logical_not_()", "{m}.bitwise_or_({x}).triu_(-2)",
+            "{m}[0, 0].fill_diagonal_(True)", "{m}.mT.tril_(1)",
         )  # fmt: skip
         w.line(write.format(m=name, x=two))
         return name if old is None else f"({name} {w.pick('&', '|', '^')} o{name})"
@@ -80,7 +82,7 @@ class MaskWriter:
         w, q, k = self.w, self.q, self.k
         kind = w.pick(
             "compared", "compared", "compared", "compared", "difference", "triangle", "constant", "padding",
-            "documents", "same document", "input", "packed", "scalar",
+            "documents", "same document", "input", "packed", "scalar", "grid", "eye", "blocks",
         )  # fmt: skip
         if kind == "difference":
             return f"(({self.row()} - {self.column()}) {w.pick('<', '>=', '>')} {w.pick(-1, 0, 1, 3, k)})"
@@ -106,6 +108,17 @@ class MaskWriter:
             step = f"torch.diff({place}, prepend={place}[:, :1] - {w.pick(1, 1, 2)}, dim=-1)"
             packed = f"({step} != 1).cumsum(-1)"
             return f"({packed}[:, None, :, None] == {packed}[:, None, None, :])"
+        if kind == "grid":
+            first, second, order = (q, k, "ij") if w.maybe() else (k, q, "xy")
+            grid = f"torch.meshgrid(torch.arange({first}), torch.arange({second}), indexing='{order}')"
+            row, column = (0, 1) if order == "ij" else (1, 0)
+            return f"({grid}[{column}] {w.pick('<=', '<', '!=')} {grid}[{row}])"
+        if kind == "eye":
+            return f"torch.eye({q}, {k}, dtype=torch.bool)"
+        if kind == "blocks":
+            rows = w.pick(1, 2) if q > 2 else 1
+            ones = [f"torch.ones({n}, {k}, dtype=torch.bool)" for n in (rows, q - rows)]
+            return f"torch.cat([{ones[0]}{w.pick('', '.tril()')}, {ones[1]}.tril({w.pick(0, rows)})])"
         if kind == "scalar":
             return f"torch.tensor({w.pick(True, True, False)})"
         return self.compared()

@@ -195,3 +195,40 @@ def test_exported_operation_of_ours_names_what_to_import(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "True"
     assert "RuntimeError" in done.stdout and "inductor_fusions" in done.stderr, done.stderr
+
+
+LOADED = """
+import sys
+import torch
+
+torch.set_num_threads(int(sys.argv[2]))
+load = lambda: torch.compiler.load_compiled_function(open(sys.argv[1], "rb"))
+x, w, y = torch.ones(24, 32), torch.ones(96, 32), torch.arange(24)
+try:
+    load()(x, w, y)
+except AttributeError as error:
+    print(error)
+import inductor_fusions
+print(load()(x, w, y).item())
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "load_compiled_function"), reason="torch has no aot_compile")
+def test_artifact_that_calls_an_operation_of_ours(tmp_path: Path) -> None:
+    """The code of a fused loss head calls one, so loading it needs the import."""
+
+    def loss(x: Any, w: Any, y: Any) -> Any:
+        return F.cross_entropy(F.linear(x, w).float(), y)
+
+    file, inputs = tmp_path / "loss.bin", (torch.ones(24, 32), torch.ones(96, 32), torch.arange(24))
+    with config.patch(policy="always"):
+        compiled: Any = torch.compile(loss, fullgraph=True)
+        compiled.aot_compile((inputs, {})).save_compiled_function(str(file))
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, str(file), str(torch.get_num_threads())],
+        env=os.environ.copy(), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *said, value = done.stdout.splitlines()
+    assert "inductor_fusions" in said[-1] and "linear_cross_entropy" in said[-1]
+    assert float(value) == pytest.approx(loss(*inputs).item(), rel=1e-5)

@@ -213,7 +213,6 @@ print(load()(x, w, y).item())
 """
 
 
-@pytest.mark.skipif(not hasattr(torch.compiler, "load_compiled_function"), reason="torch has no aot_compile")
 def test_artifact_that_calls_an_operation_of_ours(tmp_path: Path) -> None:
     """The code of a fused loss head calls one, so loading it needs the import."""
 
@@ -221,7 +220,7 @@ def test_artifact_that_calls_an_operation_of_ours(tmp_path: Path) -> None:
         return F.cross_entropy(F.linear(x, w).float(), y)
 
     file, inputs = tmp_path / "loss.bin", (torch.ones(24, 32), torch.ones(96, 32), torch.arange(24))
-    with config.patch(policy="always"):
+    with config.patch(policy="always"), torch._dynamo.config.patch(enable_aot_compile=True):
         compiled: Any = torch.compile(loss, fullgraph=True)
         compiled.aot_compile((inputs, {})).save_compiled_function(str(file))
     done = subprocess.run(

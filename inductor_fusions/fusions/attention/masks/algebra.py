@@ -60,6 +60,9 @@ def _together(first: Bool, second: Bool, hold: bool) -> bool:
     """Whether one of two comparisons always holds, as of x >= 2 and x <= 4; or, not `hold`, always fails."""
     if not isinstance(first, NonNegative) or not isinstance(second, NonNegative):
         return False
+    slopes = [c for part in (first, second) for _, c in part.value.coeffs[:1]]
+    if all(isinstance(c, int) for c in slopes) and sum(slopes):  # most pairs
+        return False
     total = first.value + second.value
     return total.is_constant and known_true(total.const >= -1 if hold else total.const < 0)
 

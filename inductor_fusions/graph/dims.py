@@ -34,6 +34,8 @@ def permutation(op: Op) -> list[int] | None:
         return None
     rank = source.dim()
     dims = list(range(rank))
+    if not rank:
+        return None if op.name == "getattr" else []
     if op.name == "permute":
         given = op["dims"] if op["dims"] is not None else (op.rest or op["dim"])
         if given and isinstance(given[0], (list, tuple)):

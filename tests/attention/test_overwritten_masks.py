@@ -260,7 +260,63 @@ def twice_inverted() -> torch.Tensor:
     return hidden * 0.5
 
 
+def below(row: torch.Tensor) -> torch.Tensor:
+    """The first query sees every key, and the others those of a row."""
+    seen = row | (torch.arange(LENGTH)[:, None] < 1)
+    return torch.zeros(LENGTH, LENGTH).masked_fill(~seen, LOWEST)
+
+
+def past_the_only_row() -> torch.Tensor:
+    """Nothing is written: a dim of size 1 has no second index."""
+    row = torch.arange(LENGTH)[None] < 2
+    row[1:] = True
+    return below(row.expand(LENGTH, LENGTH))
+
+
+def past_the_only_key() -> torch.Tensor:
+    column = torch.arange(LENGTH)[:, None] >= 0
+    column[:, 1:] = False
+    return below(column.expand(LENGTH, LENGTH) & (torch.arange(LENGTH) < 3))
+
+
+def rows_of_one_memory() -> torch.Tensor:
+    """What is written into one row of an expanded tensor is in all of them."""
+    rows = torch.ones(1, LENGTH, dtype=torch.bool).expand(LENGTH, LENGTH)
+    rows[0, 3:] = False
+    return below(rows)
+
+
+def diagonal_of_one_memory() -> torch.Tensor:
+    row, column = torch.meshgrid(torch.arange(LENGTH), torch.arange(LENGTH), indexing="ij")
+    row.fill_diagonal_(1)
+    return torch.zeros(LENGTH, LENGTH).masked_fill(row < column, LOWEST)
+
+
+def beyond_the_dtype() -> torch.Tensor:
+    """Twice the lowest number is minus infinity."""
+    lowest = torch.finfo(torch.float32).min
+    twice = torch.where(torch.arange(LENGTH)[:, None] >= torch.arange(LENGTH), 0.0, lowest) * 2
+    return torch.zeros(LENGTH, LENGTH).masked_fill(twice == -torch.inf, LOWEST)
+
+
+def zero_times_a_low_number() -> torch.Tensor:
+    """The number is that of float32 beside half precision: the product is 0, not NaN."""
+    zeros = torch.zeros(LENGTH, dtype=torch.float16) * torch.finfo(torch.float32).min
+    return triangle().masked_fill((zeros == 0)[:, None] & (torch.arange(LENGTH) < 2), 0.0)
+
+
+def places_from_two() -> torch.Tensor:
+    places = torch.arange(2, end=LENGTH + 2)
+    return torch.zeros(LENGTH, LENGTH).masked_fill(places[:, None] < torch.arange(LENGTH), LOWEST)
+
+
+def running_sum_of_a_number() -> torch.Tensor:
+    return triangle() * torch.tensor(1.0).cumsum(0).transpose(0, 0)
+
+
 MISSES = [
+    past_the_only_row, past_the_only_key, rows_of_one_memory, diagonal_of_one_memory, beyond_the_dtype,
+    zero_times_a_low_number, places_from_two, running_sum_of_a_number,
     filled_after_all, zeroed, filled_diagonal, row_of_a_triangle, twice_inverted,
     part_assigned, assigned_in_a_box, assigned_by_a_mask_of_rows, every_other, overwritten_later,
     through_a_view, view_is_read_later, read_before_and_after,

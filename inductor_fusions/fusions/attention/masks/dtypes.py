@@ -61,8 +61,6 @@ def rounded(number: float, dtype: torch.dtype) -> float:
     exponent = max(math.frexp(number)[1], math.frexp(info.smallest_normal)[1])
     step = math.ldexp(1.0, exponent - digits)
     found = round(number / step) * step
-    if found == number:
-        return number
     return found if abs(found) <= info.max else math.copysign(math.inf, number)
 
 

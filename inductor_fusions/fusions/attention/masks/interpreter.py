@@ -93,14 +93,14 @@ class Interpreter:
         """The value of a node right after the last node that wrote to its memory, if that wrote all of it."""
         if self.mutations.targets(writer) != [node] or self._depth > DEEPEST:
             return None
-        operation = torch_ops.read(writer)
-        if operation is None:
+        operation, target = torch_ops.read(writer), torch_ops.tensor(node)
+        if operation is None or target is None or not _has_memory_of_each(target):
             return None
         self._depth += 1
         try:
             with self.reading(writer):
                 if operation.name == "setitem":
-                    return self._assigned(node, writer)
+                    return _simplified(self._assigned(node, writer), target)
                 return self._made(writer) if operation.inplace and operation.input is node else None
         finally:
             self._depth -= 1
@@ -169,12 +169,7 @@ class Interpreter:
         ):
             return self._unknown(node)
         with self.reading(node):
-            found = held(rule(self, operation), known.dtype, known.shape)
-        # An index of a dim of size 1 is 0, whatever the dim is expanded to later.
-        if any(known_true(extent == 1) for extent in known.shape):
-            found = substitute(found, lambda dim: Affine(0) if is_unit(known, dim) else identity(dim))
-        if isinstance(found, BOOL):
-            found = reduce(found, known.shape)
+            found = _simplified(held(rule(self, operation), known.dtype, known.shape), known)
         return self._unknown(node) if found is None or size(found) > LARGEST else found
 
     def _unknown(self, node: fx.Node) -> Value:
@@ -245,6 +240,19 @@ class Interpreter:
                 return any(self.is_constant_over(x, -2, -1) and self.vanishes_at_own_key(y) for x, y in sides)
             same = op.name == "neg" or op.name in torch_ops.CASTS
             return same and tensor.is_floating_point() and self.vanishes_at_own_key(op.input)
+
+
+def _simplified(value: Value, tensor: torch.Tensor) -> Value:
+    """A value of a tensor: an index of a dim of size 1 is 0, whatever the dim is expanded to later."""
+    if any(known_true(extent == 1) for extent in tensor.shape):
+        value = substitute(value, lambda dim: Affine(0) if is_unit(tensor, dim) else identity(dim))
+    return reduce(value, tensor.shape) if isinstance(value, BOOL) else value
+
+
+def _has_memory_of_each(tensor: torch.Tensor) -> bool:
+    """Whether no two elements have the same memory, as those of an expanded tensor do."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return all(known_true(size == 1) or known_true(stride != 0) for size, stride in sizes)
 
 
 def _elementwise(op: torch_ops.Op) -> list[fx.Node]:

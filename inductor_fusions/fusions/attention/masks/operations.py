@@ -28,16 +28,22 @@ from .dtypes import held, of_dtype
 from .interpreter import Interpreter, rank_of, rule
 from .values import BOOL, Affine, Bool, NonNegative, Value, affine, identity
 
+#: Of arithmetic, torch computes these in float32, and rounds the result.
+_HALF = (torch.float16, torch.bfloat16)
 
-def _promoted(interpreter: Interpreter, op: torch_ops.Op) -> tuple[Value, Value]:
-    """Both operands in the dtype to which the operation promotes them."""
+
+def _promoted(interpreter: Interpreter, op: torch_ops.Op, arithmetic: bool = False) -> tuple[Value, Value]:
+    """Both operands in the dtype to which the operation promotes them; a number in that of arithmetic."""
     given = op.input, op["other"]
     kinds = [_number_of(torch_ops.value(each)) for each in given]
     if any(kind is None for kind in kinds):
         return None, None
     dtype = torch.result_type(*kinds)
+    of_number = torch.float32 if arithmetic and dtype in _HALF else dtype
     left, right = (
-        held(interpreter.read(each), dtype, kind.shape if isinstance(kind, torch.Tensor) else ())
+        held(interpreter.read(each), dtype, kind.shape)
+        if isinstance(kind, torch.Tensor)
+        else held(interpreter.read(each), of_number, ())
         for each, kind in zip(given, kinds, strict=True)
     )
     return left, right
@@ -54,7 +60,7 @@ def _number_of(value: Any) -> Any:
 
 @rule("add", "sub", "rsub")
 def _sum(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    left, right = _promoted(interpreter, op)
+    left, right = _promoted(interpreter, op, True)
     if op["alpha"] not in (None, 1):
         return None
     left, right = (right, left) if op.name == "rsub" else (left, right)
@@ -96,7 +102,7 @@ def _sqrt(interpreter: Interpreter, op: torch_ops.Op) -> Value:
 
 @rule("mul")
 def _mul(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    left, right = _promoted(interpreter, op)
+    left, right = _promoted(interpreter, op, True)
     if isinstance(left, BOOL) and isinstance(right, BOOL):
         return conjunction([left, right])
 
@@ -172,13 +178,10 @@ def _copy(interpreter: Interpreter, op: torch_ops.Op) -> Value:
 
 @rule("arange")
 def _arange(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    given = [torch_ops.concrete(a) for a in op.node.args]
-    keyword = {k: torch_ops.concrete(v) for k, v in op.node.kwargs.items()}
-    start, step = 0, keyword.get("step", 1)
-    if len(given) >= 2 or "start" in keyword:
-        start = keyword.get("start", given[0] if given else 0)
-    if len(given) >= 3:
-        step = given[2]
+    named = {k: torch_ops.concrete(v) for k, v in op.node.kwargs.items()}
+    names = ("start", "end", "step") if len(op.node.args) > 1 or "end" in named else ("end",)
+    named.update(zip(names, map(torch_ops.concrete, op.node.args), strict=False))
+    start, step = named.get("start", 0), named.get("step", 1)
     numbers = (int, float, torch.SymInt)
     if not isinstance(start, numbers) or not isinstance(step, numbers):
         return None
@@ -243,7 +246,10 @@ def _cumsum(interpreter: Interpreter, op: torch_ops.Op) -> Value:
     found = as_number(interpreter.read(op.input))
     if not isinstance(dim, int) or not isinstance(found, Affine) or not found.is_constant:
         return None
-    dim = dim if dim < 0 else dim - rank_of(op.input)
+    rank = rank_of(op.input)
+    if not rank:
+        return found
+    dim = dim if dim < 0 else dim - rank
     return affine(found.const, {dim: found.const})  # c, 2c, 3c, ...
 
 

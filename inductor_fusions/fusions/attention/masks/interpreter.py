@@ -93,14 +93,14 @@ class Interpreter:
         """The value of a node right after the last node that wrote to its memory, if that wrote all of it."""
         if self.mutations.targets(writer) != [node] or self._depth > DEEPEST:
             return None
-        operation, target = torch_ops.read(writer), torch_ops.tensor(node)
-        if operation is None or target is None or not _has_memory_of_each(target):
+        operation = torch_ops.read(writer)
+        if operation is None:
             return None
         self._depth += 1
         try:
             with self.reading(writer):
                 if operation.name == "setitem":
-                    return _simplified(self._assigned(node, writer), target)
+                    return self._assigned(node, writer)
                 return self._made(writer) if operation.inplace and operation.input is node else None
         finally:
             self._depth -= 1
@@ -109,7 +109,7 @@ class Interpreter:
         """The value of `node` after `node[index] = value`: a number in a box or by a mask, or all of it."""
         target = torch_ops.tensor(node)
         args, _ = arguments(writer)
-        if target is None or is_batched(target) or len(args) != 3:
+        if target is None or is_batched(target) or len(args) != 3 or not _has_memory_of_each(target):
             return None
         mask, given = torch_ops.tensor(args[1]), args[2]
         if mask is not None:
@@ -125,7 +125,7 @@ class Interpreter:
         if not isinstance(number, (bool, int, float)):
             return None
         written = of_dtype(number, target.dtype)
-        return written if inside is True else choose(inside, written, self.read(node))
+        return _simplified(choose(inside, written, self.read(node)), target)
 
     def _made(self, node: fx.Node) -> Value:
         """The value that a node has made.
@@ -164,9 +164,7 @@ class Interpreter:
         if operation is None or not isinstance(known, torch.Tensor) or "out" in node.kwargs:
             return self._unknown(node)
         rule = RULES.get(operation.name)
-        if rule is None or (
-            operation.inplace and operation.name not in IN_PLACE and not adds_nothing(operation)
-        ):
+        if rule is None or (operation.inplace and not _is_written_alone(operation, known)):
             return self._unknown(node)
         with self.reading(node):
             found = _simplified(held(rule(self, operation), known.dtype, known.shape), known)
@@ -247,6 +245,11 @@ def _simplified(value: Value, tensor: torch.Tensor) -> Value:
     if any(known_true(extent == 1) for extent in tensor.shape):
         value = substitute(value, lambda dim: Affine(0) if is_unit(tensor, dim) else identity(dim))
     return reduce(value, tensor.shape) if isinstance(value, BOOL) else value
+
+
+def _is_written_alone(op: torch_ops.Op, tensor: torch.Tensor) -> bool:
+    """Whether what an operation writes over its first operand is what it gives otherwise."""
+    return (op.name in IN_PLACE or adds_nothing(op)) and _has_memory_of_each(tensor)
 
 
 def _has_memory_of_each(tensor: torch.Tensor) -> bool:

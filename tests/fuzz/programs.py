@@ -45,7 +45,7 @@ class Input:
 
 
 #: What makes a tensor with dims. A number may stay on the CPU, as in eager mode.
-_MAKERS = re.compile(r"torch\.(?:arange|ones|zeros)\(")
+_MAKERS = re.compile(r"torch\.(?:arange|ones|zeros|eye)\(")
 
 
 def placed(text: str, device: str) -> str:

@@ -21,17 +21,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.common import Results
 from bench.provenance import environment
-from tests.fuzz import attentions, calls, masks, products, situations
+from tests.fuzz import attentions, calls, mask_values, masks, products, situations
 from tests.fuzz.judge import Judged, judge, judge_mask, judge_products
 from tests.support.dynamo import spend_less
 
 KINDS: dict[str, Any] = {
     "attentions": attentions.attentions, "masks": masks.masked, "projections": products.projections,
     "chains": products.chains, "adapters": products.adapters, "situations": situations.situations,
-    "calls": calls.calls,
+    "calls": calls.calls, "mask_values": mask_values.mask_values,
 }  # fmt: skip
 #: What judges a kind that is no attention alone.
-JUDGES: dict[str, Any] = {"situations": situations.judge_situation, "calls": calls.judge_calls}
+JUDGES: dict[str, Any] = {
+    "situations": situations.judge_situation, "calls": calls.judge_calls,
+    "mask_values": mask_values.judge_values,
+}  # fmt: skip
 #: Kinds whose fused kernels a CPU has, so that Inductor's code for it can be judged.
 ON_A_CPU = ("attentions", "masks", "situations", "calls")
 #: Programs that are drawn from one seed: what the report counts, and what a resumed run skips.

@@ -17,8 +17,9 @@ from inductor_fusions import config, testing
 from inductor_fusions.block_mm import op
 from inductor_fusions.sites import Site
 from tests.block_mm.support import run
-from tests.fuzz import attentions, masks, products, programs
+from tests.fuzz import attentions, mask_values, masks, products, programs
 from tests.fuzz.judge import QUANTISED_SAMPLES, Judged, is_rounding, judge, judge_mask, judge_products
+from tests.fuzz.mask_values import judge_values
 from tests.fuzz.running import fuzz, provenance, written
 from tests.support.padding import padded
 from tests.support.processes import start
@@ -36,6 +37,12 @@ def test_attentions(program: programs.Program) -> None:
 @given(masks.masked())
 def test_masks(pair: tuple[programs.Program, programs.Program]) -> None:
     judge_mask(*pair)
+
+
+@quick
+@given(mask_values.mask_values())
+def test_mask_values(program: programs.Program) -> None:
+    judge_values(program)
 
 
 @pytest.mark.slow

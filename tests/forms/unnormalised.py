@@ -373,3 +373,9 @@ def bilinear(x: Any, y: Any, w: Any) -> Any:
 def three_vectors_of_one_rank(x: Any, y: Any, z: Any) -> Any:
     """A canonical polyadic decomposition sums over one dim of all three."""
     return torch.einsum("bir,bjr,bkr->bijk", x, y, z)
+
+
+@form(*QKV, fused=0, reasons=("gumbel_softmax draws",))
+def sampled_weights(q: Any, k: Any, v: Any) -> Any:
+    """Assigns tokens to groups, as GroupViT."""
+    return F.gumbel_softmax(q @ k.mT, dim=-1) @ v

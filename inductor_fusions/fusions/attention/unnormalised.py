@@ -25,7 +25,7 @@ from .written_out import EXPONENTIALS, SOFTMAXES, weights_of
 #: Functions of scores.
 _FUNCTIONS = frozenset(
     "sigmoid hardsigmoid log_sigmoid relu relu6 leaky_relu pow square silu gelu tanh elu erf clamp abs "
-    "softplus exp exp2 normalize".split()
+    "softplus exp exp2 normalize gumbel_softmax".split()
 )
 _MASKS = frozenset("tril triu masked_fill where mul".split())
 #: What is said where numbers alone multiply the products.
@@ -61,6 +61,7 @@ _AT_ONCE = Reason.NO_PRODUCT(
     "one einsum multiplies queries, keys and values, and no softmax is in between (a state space model as "
     "attention, linear attention)"
 )
+_DRAWN = Reason.IN_BETWEEN("gumbel_softmax draws numbers that are added to the scores")
 #: How far the product of pairs is looked for, in nodes.
 _REACH = 32
 
@@ -90,6 +91,8 @@ def without_softmax(node: fx.Node) -> Candidate | None:
                 f"{name}, and no softmax, is between the product of q and k and the product with v",
                 "nothing: fused kernels compute the softmax of the scores",
             )
+            if name == "gumbel_softmax":
+                why = Rejected(_DRAWN, "write it as (scores + numbers).softmax(dim)")
             return Reported(node, why, {"weights": text(tensor(weights))})
     for side, other in zip(sides, sides[::-1], strict=True):
         said = _LINEAR if _sums_tokens(side, other) else _CONCATENATED if _is_of_concatenated(side) else ""

@@ -61,7 +61,9 @@ def rounded(number: float, dtype: torch.dtype) -> float:
     exponent = max(math.frexp(number)[1], math.frexp(info.smallest_normal)[1])
     step = math.ldexp(1.0, exponent - digits)
     found = round(number / step) * step
-    return found if abs(found) <= info.max else math.copysign(math.inf, number)
+    if abs(found) > info.max:
+        return math.copysign(math.inf, number)
+    return number if found == number else found  # an int stays one
 
 
 def _is_exact(value: Affine, dtype: torch.dtype, shape: Sequence[Number]) -> bool:

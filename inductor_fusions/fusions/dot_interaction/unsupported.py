@@ -320,11 +320,12 @@ def _fields_from(node: fx.Node) -> set[fx.Node]:
 
 
 def _of_tensors(products: Iterable[fx.Node]) -> str:
-    """How products of `_of_fields` are read. If each is of one tensor, with others, these are two sets."""
+    """How products of `_of_fields` are read: if one tensor is in all of them, and others too, of two sets."""
     tensors = list(map(_of_fields, products))
     if len(set().union(*tensors)) == 1 or not set.intersection(*tensors):
         return OF_FIELDS
-    return "" if any(map(_through_matrices, products)) else OF_SETS  # which are reported on their own
+    # Products through matrices have a report of their own.
+    return "" if any(map(_through_matrices, products)) else OF_SETS
 
 
 def _of_fields(product: Any) -> set[fx.Node]:

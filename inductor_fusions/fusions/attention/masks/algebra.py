@@ -39,7 +39,7 @@ def conjunction(operands: Sequence[Bool]) -> Bool:
     if False in flat:
         return False
     flat = [part for part in flat if not any(_implies(other, part) for other in flat if other is not part)]
-    if any(_together(first, second, False) for first, second in itertools.combinations(flat, 2)):
+    if any(_are_opposite(first, second, covering=False) for first, second in itertools.combinations(flat, 2)):
         return False
     if not flat:
         return True
@@ -56,15 +56,16 @@ def _implies(first: Bool, second: Bool) -> bool:
     )
 
 
-def _together(first: Bool, second: Bool, hold: bool) -> bool:
-    """Whether one of two comparisons always holds, as of x >= 2 and x <= 4; or, not `hold`, always fails."""
+def _are_opposite(first: Bool, second: Bool, covering: bool) -> bool:
+    """Whether two comparisons bound one value from both sides, and at least one always holds (`covering`, as
+    x >= 2 or x <= 4), or never both hold (x >= 4 and x <= 2)."""
     if not isinstance(first, NonNegative) or not isinstance(second, NonNegative):
         return False
     slopes = [c for part in (first, second) for _, c in part.value.coeffs[:1]]
     if all(isinstance(c, int) for c in slopes) and sum(slopes):  # most pairs
         return False
     total = first.value + second.value
-    return total.is_constant and known_true(total.const >= -1 if hold else total.const < 0)
+    return total.is_constant and known_true(total.const >= -1 if covering else total.const < 0)
 
 
 def negation(operand: Bool) -> Bool:
@@ -92,7 +93,7 @@ def disjunction(operands: Sequence[Bool]) -> Bool:
     for part in flat:
         if not any(_follows(other, part) for other in kept):
             kept = [*(other for other in kept if not _follows(part, other)), part]
-    if any(_together(first, second, True) for first, second in itertools.combinations(kept, 2)):
+    if any(_are_opposite(first, second, covering=True) for first, second in itertools.combinations(kept, 2)):
         return True
     if not kept:
         return False

@@ -253,7 +253,10 @@ def _is_written_alone(op: torch_ops.Op, tensor: torch.Tensor) -> bool:
 
 
 def _has_memory_of_each(tensor: torch.Tensor) -> bool:
-    """Whether no two elements have the same memory, as those of an expanded tensor do."""
+    """Whether no dim is expanded, so that an element does not have the memory of another one.
+
+    Windows that overlap (`unfold`, `as_strided`) have it too, but they are read as data.
+    """
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return all(known_true(size == 1) or known_true(stride != 0) for size, stride in sizes)
 

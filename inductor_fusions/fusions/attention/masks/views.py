@@ -108,7 +108,7 @@ def _of_grid(interpreter: Interpreter, grid: torch_ops.Op, index: Any) -> Value:
 
 @rule("cat")
 def _cat(interpreter: Interpreter, op: torch_ops.Op) -> Value:
-    """Blocks beside each other. Data would be read at indices that it does not have."""
+    """Blocks beside each other; None if one holds data, which would be read at indices that it lacks."""
     rank, dim = rank_of(op.node), torch_ops.concrete(op["dim"] if op["dim"] is not None else 0)
     parts = op["tensors"]
     if not isinstance(dim, int) or not isinstance(parts, (list, tuple)) or not parts:

@@ -122,6 +122,7 @@ from .shapes import (
     computing_fakes,
     expression,
     fake_mode_of,
+    fake_result,
     hint,
     holds_now,
     is_batched,

@@ -259,6 +259,26 @@ def computing_fakes(fake_mode: Any | None) -> Iterator[None]:
         yield
 
 
+def fake_result(fake_mode: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The fake result of a call, without a gradient; None if it raises, or if its sizes depend on data."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    shape_env = getattr(fake_mode, "shape_env", None)
+    ignoring = contextlib.nullcontext() if shape_env is None else shape_env.ignore_fresh_unbacked_symbols()
+    with suppress_guards(fake_mode), torch.no_grad(), computing_fakes(fake_mode), ignoring:
+        try:
+            found = function(*args, **kwargs)
+        except Exception:
+            return None
+    known: set[Any] = set()
+    for value in pytree.tree_leaves((args, kwargs)):
+        known |= free_unbacked_symbols(value) if isinstance(value, (torch.Tensor, torch.SymInt)) else set()
+    for value in pytree.tree_leaves(found):
+        if isinstance(value, (torch.Tensor, torch.SymInt)) and free_unbacked_symbols(value) - known:
+            return None
+    return found
+
+
 class Fakes:
     """Fake values of calls. Those of operators are computed once for all calls with arguments alike.
 

@@ -19,6 +19,7 @@ from .._inductor import CustomGraphPass, is_body, trace_artifact
 from ..decisions import machine, tables
 from ..effects import inplace, modes
 from ..fusion import Candidate, Fusion, LeftToStock, Rejected, Unfinished
+from ..graph import values
 from ..graph.facts import Journal, held, recording
 from ..layouts import leaving, pinning, zeros
 from ..reasons import Reason
@@ -69,6 +70,7 @@ class FusionPass(CustomGraphPass):
         if self.stage == "pre_grad" and not is_body(graph):
             reporting.begin()
             _inductor.share_fake_mode(graph)
+        values.complete(graph)
         if self.stage == "post_grad":
             zeros.drop(graph)
         first = reporting.pending() if self.stage == "pre_grad" else 0
@@ -291,8 +293,7 @@ def _fuse(fusion: Fusion, candidate: Candidate, number: int, named: set[fx.Graph
 
     `named` collects the graphs in which each name of a value was replaced by what it stands for.
     """
-    anchor = candidate.anchor
-    graph = anchor.graph  # of the candidate: it may be the body of a nested region
+    anchor, graph = candidate.anchor, candidate.anchor.graph  # it may be the body of a nested region
     attempt = attempts.current()
     key = attempt.key(fusion.stage, fusion.name, anchor) if attempt is not None else None
     site = Site(

@@ -326,22 +326,6 @@ def test_full_compile(dtype: torch.dtype) -> None:
     check(with_mask, (q, k, v, mask.clamp(min=torch.finfo(dtype).min)), dtype=dtype, backend="inductor")
 
 
-@TRAIN
-def test_clamp_that_makes_scores_equal(train: bool) -> None:
-    """A row whose scores are all raised to one number, which would not absorb them."""
-    hidden = torch.where(torch.rand(2, 1, 7, 1) > 0.5, -1e9, 0.0)
-    fn = scored(lambda s, m: torch.max(s + m, torch.tensor(-3e4)))
-    check(fn, [*qkv(grad=train), hidden], fused=None, train=train)
-
-
-def test_clamp_in_half_precision() -> None:
-    """As OPT has it: what a mask hides by -inf becomes the least number."""
-    hidden = torch.where(torch.rand(2, 1, 7, 1) > 0.5, -INF, 0.0)
-    hidden[:, :, 0] = -INF
-    fn = scored(lambda s, m: torch.max(s + m, torch.tensor(torch.finfo(torch.float16).min, dtype=s.dtype)))
-    check(fn, [*qkv(grad=False), hidden], dtype=torch.float16, train=False)
-
-
 LEARNED = {
     "after a fill": lambda s, m, b: s.masked_fill(m, -1e9) + b,
     "beside an additive mask": lambda s, m, b: s + b + torch.where(m, -1e9, 0.0),

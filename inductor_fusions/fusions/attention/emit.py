@@ -61,6 +61,8 @@ class Emitter:
         if mask.empty is not None and (mask.blocked or not problem.train):
             q = build.call(torch.where, mask.empty, 0.0, q)
         elif mask.empty is not None:
+            if mask.cut is not None:
+                q = build.call(torch.where, mask.cut, 0.0, q)
             hidden = build.call("detach", build.call(torch.where, mask.empty, q, 0.0))
             q = build.call(torch.sub, q, hidden)
             correction = self._empty_rows_gradient(self._scaled_by(hidden), k, v)
@@ -222,7 +224,7 @@ class Emitter:
         if build.value(node).dtype == torch.bool:
             node = build.call(torch.where, node, 0.0, -math.inf)
         node = build.call("expand", build.to(node, problem.dtype), (*problem.q.shape[:3], columns))
-        return k, v, Mask(build.call(torch.cat, [node, sink], -1), mask.empty, mask.blocked)
+        return k, v, replace(mask, node=build.call(torch.cat, [node, sink], -1))
 
     def _with_empty_rows(
         self, structure: Structure, q: fx.Node, k: fx.Node, v: fx.Node, result: fx.Node
@@ -320,8 +322,7 @@ class Emitter:
             kwargs["scale"] = problem.scale
         if grouped:
             kwargs["enable_gqa"] = True
-        shape = (*problem.q.shape[:3], problem.v.shape[-1])
-        value = problem.q.value.new_empty(shape, dtype=problem.dtype)
+        value = problem.q.value.new_empty((*problem.q.shape[:3], problem.v.shape[-1]), dtype=problem.dtype)
         return self.build.given(value, torch._C._nn.scaled_dot_product_attention, q, k, v, **kwargs)
 
 

@@ -51,11 +51,13 @@ class Mask:
         blocked: whether these rows send no gradient into q and k: where the unfused graph lets none
             through (a fill replaced their scores), and where all queries have one row of the mask, so
             that only a sample that is all padding has such rows.
+        cut: where it is not so of all of them, boolean of the shape of `empty`: those of which it is.
     """
 
     node: fx.Node | None
     empty: fx.Node | None = None
     blocked: bool = False
+    cut: fx.Node | None = None
 
 
 @dataclass
@@ -303,14 +305,15 @@ class _Terms:
             empty = build.call(torch.logical_or, empty, self.floored)
         far = build.call(torch.gt, size, -SHIFT_BELOW)
         hiding = build.call(torch.sub, hiding, build.call(torch.where, far, highest, 0.0))
-        blocked = bool(self.fills) or self._one_row(hiding)
+        blocked = self.keep is not None or self._one_row(hiding)
         if not self.problem.train and not half:
             beaten = build.call(torch.lt, hiding, SHIFT_BELOW)
             fill = build.call("new_full", hiding, (), MASK_FILL)
             raised = build.call(torch.where, beaten, 2 * MASK_FILL, fill)
             hiding = build.call(torch.where, empty, raised, hiding)
             return Mask(self._sum(hiding, self._plain_sum()))
-        return Mask(self._sum(hiding, *self._absorbed(empty)), empty, blocked)
+        cut = None if blocked or self.floored is None else build.call(torch.logical_and, empty, self.floored)
+        return Mask(self._sum(hiding, *self._absorbed(empty)), empty, blocked, cut)
 
     def _built(self, operand: Operand) -> fx.Node:
         """A term; a bias narrower than the scores in their dtype, in which it is scaled and added up."""

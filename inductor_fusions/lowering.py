@@ -51,7 +51,7 @@ def define(
     if backward is not None:
         operation.register_autograd(backward, setup_context=setup)
     if launches is not None:
-        _inductor.decompose_in_graphs(operation, functools.partial(_trace, compute, launches))
+        _inductor.decompose_in_graphs(operation, functools.partial(_trace, compute), launches)
     packet = getattr(torch.ops.inductor_fusions, name)
     if flops is not None:
 
@@ -65,9 +65,7 @@ def define(
 _traced: ContextVar[bool] = ContextVar("inductor_fusions_traced", default=False)
 
 
-def _trace(compute: Callable[..., Any], launches: Callable[..., bool], *given: Any) -> Any:
-    if not launches(*given):
-        return NotImplemented
+def _trace(compute: Callable[..., Any], *given: Any) -> Any:
     token = _traced.set(True)
     try:
         return compute(*given)
@@ -108,7 +106,8 @@ def lower_by(
             where there is none, it raises `Rejected`. Of any other error there is a warning, and
             `config.strict` raises it.
         compute: what is lowered where there is no kernel: the operation in functions of torch; None: the
-            operation is called as it is.
+            operation is called as it is. A package of AOTInductor cannot call it: the compile raises, and
+            is repeated without the fusion.
     """
 
     def lower(*given: Any) -> Any:
@@ -122,8 +121,10 @@ def lower_by(
                 raise
             log.warning("the fused kernel of %s raised %r; the operation runs without it", name, error)
             log.info("traceback", exc_info=True)
-        if compute is None:
-            return _inductor.call_eagerly(operation, *arguments)
-        return _inductor.lower_as(compute, arguments)
+        if compute is not None:
+            return _inductor.lower_as(compute, arguments)
+        if _inductor.makes_a_package():
+            raise RuntimeError(f"{name} has no kernel, and a package of AOTInductor cannot call Python")
+        return _inductor.call_eagerly(operation, *arguments)
 
     _inductor.register_lowering_when_loaded(operation, lower)

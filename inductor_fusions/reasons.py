@@ -143,6 +143,11 @@ class Reason(Enum):
         "rounds differently.",
         "Reset `torch._inductor.config.numerics` to its default.",
     )
+    PACKAGE = (
+        "The code is compiled to a package of AOTInductor, which is to run without Python, and the fused "
+        "operation is a Python function.",
+        "Nothing. `torch.compile` fuses the site.",
+    )
     LEFT_OUT = (
         "A search for a wrong site limits how many sites are fused.",
         "Unset `INDUCTOR_FUSIONS_MAX`, or end torch's compiler bisector.",

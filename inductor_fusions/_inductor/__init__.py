@@ -83,6 +83,8 @@ from .lowering import (
     in_memory,
     lower_as,
     lower_attention_backward,
+    makes_a_package,
+    needs_python,
     realize,
     register_lowering_when_loaded,
     sizes,

@@ -13,8 +13,12 @@ from torch.utils import _pytree as pytree
 from .graphs import trace_decomposed
 from .loading import when_one_is_loaded
 
+#: What is known of operations of ours: those that are lowered, and where others are traced instead.
+_lowered: set[Any] = set()
+_decomposed: dict[Any, Callable[..., bool]] = {}
 
-def decompose_in_graphs(op: Any, fn: Callable[..., Any]) -> None:
+
+def decompose_in_graphs(op: Any, fn: Callable[..., Any], where: Callable[..., bool]) -> None:
     """Have an operation of ours traced as `fn` where AOTAutograd makes a graph: Inductor sees its kernels.
 
     As torch.library.triton_op, which imports Inductor at once, and so cannot be used while that is imported.
@@ -22,8 +26,8 @@ def decompose_in_graphs(op: Any, fn: Callable[..., Any]) -> None:
 
     Args:
         op: what torch.library.custom_op returned.
-        fn: the same in functions of torch and kernels in torch.library.wrap_triton. Where it returns
-            NotImplemented, a graph keeps the operation.
+        fn: the same in functions of torch and kernels in torch.library.wrap_triton.
+        where: takes the same arguments and returns whether it is traced; else a graph keeps the operation.
     """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
@@ -36,12 +40,12 @@ def decompose_in_graphs(op: Any, fn: Callable[..., Any]) -> None:
         if not all(issubclass(t, FakeTensor) or t in (torch.Tensor, FunctionalTensor) for t in types):
             return NotImplemented
         with mode:
-            found = fn(*args, **kwargs)
-        if found is NotImplemented:
-            return mode.__torch_dispatch__(overload, types, args, kwargs)
-        return found
+            if where(*args, **kwargs):
+                return fn(*args, **kwargs)
+        return mode.__torch_dispatch__(overload, types, args, kwargs)
 
     op.register_torch_dispatch(FunctionalTensorMode, decompose)
+    _decomposed[op._opoverload] = where
 
 
 def register_lowering_when_loaded(op: Any, lower: Callable[..., Any]) -> None:
@@ -52,9 +56,29 @@ def register_lowering_when_loaded(op: Any, lower: Callable[..., Any]) -> None:
         if op not in lowering.lowerings:
             lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
+    _lowered.add(op)
     # Inductor may be in the middle of importing its lowerings; it imports the others later.
     modules = "torch._inductor.lowering", "torch._inductor.graph", "torch._inductor.compile_fx"
     when_one_is_loaded(modules, register)
+
+
+def makes_a_package() -> bool:
+    """Whether Inductor compiles ahead of time now, to what runs without Python (AOTInductor)."""
+    return importlib.import_module("torch._inductor.virtualized").V.aot_compilation is True
+
+
+def needs_python(op: Any, *args: Any) -> bool:
+    """Whether compiled code calls an operation of ours as it is, in Python.
+
+    Args:
+        op: any target of a node.
+        args: its arguments, with fake tensors.
+    """
+    if getattr(op, "namespace", "") != "inductor_fusions" or op in _lowered:
+        return False
+    if op in _decomposed:
+        return not _decomposed[op](*args)
+    return not op.has_kernel_for_dispatch_key("CompositeImplicitAutograd")
 
 
 def call_lowering(op: Any, *args: Any) -> Any:
@@ -63,10 +87,10 @@ def call_lowering(op: Any, *args: Any) -> Any:
     return lowering.lowerings[op](*args)
 
 
-def call_eagerly(op: Any, *args: Any) -> Any:
+def call_eagerly(op: Any, *args: Any, **kwargs: Any) -> Any:
     """A call of an operation as it is, from generated code."""
     lowering = importlib.import_module("torch._inductor.lowering")
-    return lowering.fallback_handler(op, add_to_fallback_set=False)(*args)
+    return lowering.fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
 
 
 def lower_as(compute: Callable[..., Any], arguments: Sequence[Any]) -> Any:

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._inductor import expression, fake_mode_of, is_dense, known_true, symbol_parts, was_erased
+from .._inductor import (
+    expression,
+    fake_mode_of,
+    is_dense,
+    known_true,
+    makes_a_package,
+    needs_python,
+    symbol_parts,
+    was_erased,
+)
 from ..operands import repeated_dims, tensor, value
 from ..reasons import Reason
 from .facts import facts
@@ -49,7 +58,8 @@ class Builder:
         """Add a call of a tensor method (its name) or of a function, with its fake value.
 
         Raises:
-            Rejected: no input of the graph has a symbolic size of the arguments.
+            Rejected: no input of the graph has a symbolic size of the arguments; or the call needs Python,
+                and a package is made.
             RuntimeError: an argument was erased from the graph. No call is added.
         """
         values: Any = fx.node.map_arg((args, kwargs), _value)
@@ -61,7 +71,16 @@ class Builder:
         return self.given(found, target, *args, **kwargs)
 
     def given(self, found: Any, target: str | Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """Add a call whose fake value is known."""
+        """Add a call whose fake value is known.
+
+        Raises:
+            Rejected: as `call` does.
+        """
+        if makes_a_package() and needs_python(target, *fx.node.map_arg(args, _value)):
+            raise Reason.PACKAGE.left_to_stock(
+                "a package of AOTInductor is to run without Python, and the operation is a Python function",
+                "nothing; `torch.compile` fuses the site",
+            )
         args, kwargs = self._with_size_nodes(args), self._with_size_nodes(kwargs)
         kind = "call_method" if isinstance(target, str) else "call_function"
         with self.graph.inserting_before(self.before):

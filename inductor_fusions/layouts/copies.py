@@ -21,8 +21,14 @@ def _own(x: torch.Tensor) -> torch.Tensor:
 
 #: Graphs call it until they are partitioned; then `release` replaces most calls by clones.
 OWN = define("own", _own, lambda x: x.new_empty(x.shape), backward=lambda ctx, dy: dy)
-# Not lowered: a copy that Inductor generates might be written over x.
-_inductor.register_lowering_when_loaded(OWN, lambda x: _inductor.call_eagerly(OWN, x))
+
+
+def _call_clone(x: Any) -> Any:
+    """A call of aten's: Inductor might write a copy that it generates over x, and lay it out as it likes."""
+    return _inductor.call_eagerly(torch.ops.aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
+_inductor.register_lowering_when_loaded(OWN, _call_clone)
 
 
 def _even(x: torch.Tensor) -> torch.Tensor:

@@ -220,6 +220,14 @@ def strict_bits() -> list[Site]:
         return before(attention(), *qkv())
 
 
+def packaged() -> list[Site]:
+    from inductor_fusions.graph import builder
+
+    with mock.patch.object(builder, "makes_a_package", lambda: True):
+        labels = torch.arange(4)
+        return before(lambda x, w: F.cross_entropy(F.linear(x, w), labels), rand(4, 8), rand(16, 8))
+
+
 def none_wanted() -> list[Site]:
     with config.patch(max="0"):
         return before(attention(), *qkv())
@@ -287,6 +295,7 @@ REACHED: dict[Reason, Callable[[], list[Site] | None]] = {
     Reason.NOT_MEASURED: lambda: after(adapted, *operands(), policy="profitable"),
     Reason.NOT_FASTER: lambda: after(packed, rand(256, 64), rand(192, 64), policy="profitable"),
     Reason.EAGER_BITS: strict_bits,
+    Reason.PACKAGE: packaged,
     Reason.LEFT_OUT: none_wanted,
     Reason.RAISED: raising,
     Reason.NEAR_MISS: nearly,

@@ -147,6 +147,93 @@ def test_package(exported: torch.export.ExportedProgram, tmp_path: Path) -> None
     torch.testing.assert_close(found, blocks.model(1)(blocks.batch(5)).detach(), rtol=1e-4, atol=1e-5)
 
 
+class Head(torch.nn.Module):
+    """Reads the logits of a linear.
+
+    Args:
+        read: takes them, and labels.
+    """
+
+    def __init__(self, read: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear, self.read = torch.nn.Linear(16, 40, bias=False), read
+
+    def forward(self, h: torch.Tensor, y: torch.Tensor) -> Any:
+        return self.read(self.linear(h), y)
+
+
+HEADS: dict[str, Callable[..., Any]] = {
+    "loss": F.cross_entropy,
+    "rows": lambda logits, y: F.log_softmax(logits, -1).gather(-1, y[:, None]),
+}
+
+
+def packaged(model: torch.nn.Module, inputs: Sequence[torch.Tensor], folder: Path, **settings: Any) -> Any:
+    """The sites of a model that is packaged, and what it gives where the fusions cannot be imported."""
+    package = folder / "model.pt2"
+    exported = torch.export.export(model, tuple(inputs))
+    with torch.no_grad(), config.patch(strict=True, **settings), reporting.isolated() as sites:
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(package), inductor_configs=QUICK)
+    return sites, elsewhere(package, inputs, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("read", HEADS)
+def test_package_of_a_loss_head(read: str, tmp_path: Path) -> None:
+    """Its operations are Python functions, which a package cannot call; other compiled code can."""
+    model, inputs = Head(HEADS[read]).eval(), (torch.randn(12, 16), torch.arange(12))
+    sites, found = packaged(model, inputs, tmp_path, policy="always")
+    (site,) = (each for each in sites if each.fusion == "linear_cross_entropy")
+    assert (site.verdict, site.code) == ("left to stock", "package")
+    torch.testing.assert_close(found, model(*inputs).detach())
+    with torch.no_grad(), config.patch(policy="always"):
+        expected = {"linear_cross_entropy": 1}
+        testing.assert_fusions(model, inputs, expected=expected, backend=testing.EAGER_AFTER_PASSES)
+
+
+class IntoABranch(torch.nn.Module):
+    """An attention whose result, of other strides, a branch takes."""
+
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        found = ((q @ k.mT * 0.125).softmax(-1) @ v).transpose(1, 2)
+        return torch.cond(found.sum() > 0, torch.sin, torch.cos, (found,))
+
+
+class OfSomeSamples(torch.nn.Module):
+    """An attention over samples that data choose: the strides of its result depend on their number."""
+
+    def forward(self, x: Any, chosen: Any) -> Any:
+        x = x[chosen]
+        torch._check(x.shape[0] > 0)
+        q, k, v = (y.view(x.shape[0], 6, 2, 16).transpose(1, 2) for y in x.chunk(3, -1))
+        return (q @ k.mT * 0.25).softmax(-1) @ v
+
+
+COPIED = {
+    "branch": (IntoABranch(), [torch.randn(2, 4, 64, 16) for _ in range(3)]),
+    "data": (OfSomeSamples(), [torch.randn(5, 6, 96), torch.arange(5) % 2 > 0]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COPIED)
+def test_package_with_a_copy_of_fixed_strides(case: str, tmp_path: Path) -> None:
+    """A clone of aten is called, which Inductor cannot lay out as it likes."""
+    model, inputs = COPIED[case]
+    (site,), found = packaged(model, inputs, tmp_path, policy="always")
+    assert (site.fusion, site.verdict) == ("attention", "fused")
+    expected = model(*inputs)
+    assert found.stride() == expected.stride()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class Short(torch.nn.Module):
+    """Calls an attention over short sequences."""
+
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        return ops.short_attention(q, k, v, causal=True)
+
+
 class Direct(torch.nn.Module):
     """Calls an operation of the package itself."""
 
@@ -160,14 +247,22 @@ class Direct(torch.nn.Module):
 
 
 @pytest.mark.slow
-def test_package_of_an_operation_of_ours(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "model, name, inputs",
+    [
+        (Direct, "block_mm", [torch.randn(5, 8)]),
+        (Short, "short_attention", [torch.randn(2, 3, 7, 8) for _ in range(3)]),
+    ],
+    ids=["block_mm", "short_attention"],
+)
+def test_package_of_an_operation_of_ours(
+    model: type[torch.nn.Module], name: str, inputs: list[torch.Tensor], tmp_path: Path
+) -> None:
     """It is compiled to what torch has: the package needs nothing of ours."""
-    package, x = tmp_path / "direct.pt2", torch.randn(5, 8)
-    model = Direct().eval()
-    exported = torch.export.export(model, (x,))
-    assert "block_mm" in str(exported)
-    torch._inductor.aoti_compile_and_package(exported, package_path=str(package), inductor_configs=QUICK)
-    torch.testing.assert_close(elsewhere(package, [x], tmp_path), model(x).detach())
+    run = model().eval()
+    assert f"inductor_fusions.{name}" in str(torch.export.export(run, tuple(inputs)))
+    _, found = packaged(run, inputs, tmp_path)
+    torch.testing.assert_close(found, run(*inputs), rtol=1e-4, atol=1e-5)
 
 
 NOT_COMPILED = """

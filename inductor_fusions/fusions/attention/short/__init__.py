@@ -16,5 +16,5 @@ from __future__ import annotations
 from ....lowering import lower_by
 from . import lowering, op
 
-lower_by(op.SHORT_ATTENTION, "short_attention", lowering.forward)
+lower_by(op.SHORT_ATTENTION, "short_attention", lowering.forward, op.forward)
 lower_by(op.SHORT_ATTENTION_BACKWARD, "the backward of short_attention", lowering.backward)

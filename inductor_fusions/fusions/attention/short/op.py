@@ -17,7 +17,7 @@ from ....lowering import define
 from .plan import MOST_KEYS
 
 
-def _forward(
+def forward(
     q: Tensor, k: Tensor, v: Tensor, masks: list[Tensor], numbers: list[float], scale: float, causal: bool
 ) -> Tensor:
     check(q, k, v, masks, numbers)
@@ -222,6 +222,6 @@ SHORT_ATTENTION_BACKWARD = define(
     flops=lambda grad, q, k, v, *_: _flops(q, k, 3 * q[3] + 2 * v[3]),
 )  # fmt: skip
 SHORT_ATTENTION = define(
-    "short_attention", _forward, _empty, flops=lambda q, k, v, *_: _flops(q, k, q[3] + v[3]),
+    "short_attention", forward, _empty, flops=lambda q, k, v, *_: _flops(q, k, q[3] + v[3]),
     setup=_setup, backward=_gradient,
 )  # fmt: skip

@@ -75,6 +75,21 @@ def test_template_that_raises(
         cuda_codegen.generate(fn, args)
 
 
+def test_package_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is called in Python where there is no kernel is not in a package: the compile raises instead."""
+
+    def missing(**_: Any) -> None:
+        raise templates.NoKernel("none fits")
+
+    for function in ("lower_to_template", "lower_to_kernel"):
+        monkeypatch.setattr(f"inductor_fusions._inductor.{function}", missing)
+    fn, args = CASES["lora_split"]
+    monkeypatch.setattr("inductor_fusions._inductor.makes_a_package", lambda: True)
+    raised = pytest.raises(Exception, match="lora_split has no kernel, and a package")
+    with torch.no_grad(), config.patch(policy="always", strict=True), raised:
+        cuda_codegen.generate(fn, args, run=False)
+
+
 def rendered(
     monkeypatch: pytest.MonkeyPatch, fn: Callable[..., Any], args: tuple[torch.Tensor, ...], **options: Any
 ) -> tuple[list[str], int]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from inductor_fusions._inductor import needs_python
 from inductor_fusions.fusions.lora.split import LORA_SPLIT
 from tests.attention.support import rand, visible
 from tests.support.devices import on
@@ -160,6 +161,20 @@ def test_X1_operation(name: str, device: torch.device) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_calls(name: str) -> None:
     check(name.partition(",")[0], OTHERS[name], torch.device("cpu"))
+
+
+#: What compiled code for a CPU calls in Python, so that a package of AOTInductor cannot hold it.
+IN_PYTHON = frozenset(
+    "decode_attention decode_tiles linear_cross_entropy linear_softmax_rows linear_softmax_rows_gradient "
+    "outer_product_linear outer_product_linear_factors outer_product_linear_weight".split()
+)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_package_cannot_hold(name: str) -> None:
+    arguments, _ = CALLS[name]()
+    op = getattr(torch.ops.inductor_fusions, name).default
+    assert needs_python(op, *arguments) == (name in IN_PYTHON)
 
 
 def check(name: str, call: Call, device: torch.device) -> None:

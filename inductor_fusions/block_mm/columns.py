@@ -1,8 +1,8 @@
 """Slices of a product's columns, as products with slices of its weight.
 
 Gate and up are often one linear whose result is split again: by `chunk` or `split`, by slices, every second
-column, as rows of a view, or as parts of an einsum. The bias may be an addition by itself, also of a linear
-that is not taken apart.
+column, as rows of a view, also permuted, or as parts of an einsum. The bias may be an addition by itself,
+also of a linear that is not taken apart.
 """
 
 from __future__ import annotations
@@ -167,43 +167,39 @@ def _taken(whole: Columns, places: range) -> Columns | None:
 
 def _of_rows(node: fx.Node, place: int, index: int, depth: int) -> Columns | None:
     """One row, or one column, of a view of the columns as a matrix."""
-    if node.target not in RESHAPES:
+    if (moved := _before_permutation(node, place)) is not None:
+        return _of_part(*moved, index, depth)
+    if node.target not in RESHAPES or value(node).dim() - place > 2:
         return None
-    shape = value(node).shape
-    if place == 0 and len(shape) > 2:
-        return _of_first(node, index, depth)
-    rows = shape[-2:]
-    if len(shape) < 2 or len(shape) - place > 2 or not all(isinstance(size, int) for size in rows):
-        return None
-    inside = _viewed(node, rows[0] * rows[1], depth)
-    if inside is None:
-        return None
-    along = len(shape) - place == 2
-    start = index * rows[1] if along else index
-    step, count = (1, rows[1]) if along else (rows[1], rows[0])
-    return _taken(inside, range(start, start + step * (count - 1) + 1, step))
+    return _of_part(node, place, index, depth)
 
 
-def _of_first(node: fx.Node, index: int, depth: int) -> Columns | None:
-    """One of some parts that a permutation has put in front of the rows, as `"bnd,cdf->cbnf"` does."""
-    parts, step = value(node).shape[0], node
-    while step.target in RESHAPES and isinstance(step.args[0], fx.Node):
+def _before_permutation(node: fx.Node, place: int) -> tuple[fx.Node, int] | None:
+    """What a permutation moves one dim of, and this dim: `"bnd,cdf->cbnf"`. Others keep their order."""
+    parts, step = value(node).shape[place], node
+    while place == 0 and step.target in RESHAPES and isinstance(step.args[0], fx.Node):
         step = step.args[0]
         if str(value(step).shape[:1]) != str(value(node).shape[:1]):
             return None
-    if step.target is not aten.permute.default or not isinstance(parts, int) or parts == 1:
+    if step.target is not aten.permute.default or parts == 1:
         return None
     arguments: tuple[Any, ...] = step.args
     viewed, dims = arguments
     sizes = value(viewed).shape
-    first, *others = (dim for dim in dims if str(sizes[dim]) != "1")
-    behind = sizes[first + 1 :]
-    if dims[0] != first or others != sorted(others) or not all(isinstance(size, int) for size in behind):
+    others = [dim for dim in dims if dim != dims[place] and str(sizes[dim]) != "1"]
+    return (viewed, dims[place]) if others == sorted(others) else None
+
+
+def _of_part(node: fx.Node, place: int, index: int, depth: int) -> Columns | None:
+    """One part along a dim of a view of the columns: all that is behind the dim, or one of the last dim."""
+    *front, parts = value(node).shape[: place + 1]
+    behind = value(node).shape[place + 1 :]
+    count = math.prod(behind) if behind else front[-1] if front else None
+    if not isinstance(parts, int) or not isinstance(count, int):
         return None
-    count = math.prod(behind)
-    inside = _viewed(viewed, parts * count, depth)
-    start = index % parts * count
-    return None if inside is None else _taken(inside, range(start, start + count))
+    inside = _viewed(node, parts * count, depth)
+    start, step = (index % parts * count, 1) if behind else (index % parts, parts)
+    return None if inside is None else _taken(inside, range(start, start + step * (count - 1) + 1, step))
 
 
 def _viewed(node: fx.Node, count: int, depth: int) -> Columns | None:

@@ -72,6 +72,20 @@ def sliced_behind_a_transpose(h: Any, w: Any, y: Any) -> Any:
     return F.cross_entropy(F.linear(h, w).mT[..., :-1], y[:, 1:])
 
 
+_CONVOLUTION: dict[str, Any] = {"reasons": ("computed by a convolution",) * 2}
+
+
+@form((2, 8, 4, 4), (80, 8, 1, 1), lambda: torch.arange(32).view(2, 4, 4), (80,), **_CONVOLUTION)
+def classes_of_each_pixel(x: Any, w: Any, y: Any, c: Any) -> Any:
+    """A segmentation."""
+    return F.cross_entropy(F.conv2d(x, w, c), y)
+
+
+@form((2, 8, 16), (80, 8, 1), lambda: torch.arange(32).view(2, 16), **_CONVOLUTION)
+def classes_of_each_step(x: Any, w: Any, y: Any) -> Any:
+    return F.nll_loss(F.log_softmax(F.conv1d(x, w), 1), y)
+
+
 @form((24, 32), (80, 32), lambda: torch.arange(24), (80,))
 def weight_times_hidden_states(h: Any, w: Any, y: Any, c: Any) -> Any:
     return F.cross_entropy((w @ h.t()).t() + c, y)

@@ -33,6 +33,7 @@ _BIAS_OF_CAST = (
     "a bias is added to cast logits, or one of another dtype, and a linear would round the sum",
     "add a bias of the linear's dtype to its result, and cast behind it",
 )
+_CONVOLUTIONS = frozenset("conv1d conv2d conv3d conv_transpose1d conv_transpose2d convolution".split())
 _TRANSPOSE = "pass logits.transpose(1, 2), or a matrix of logits and a vector of labels"
 
 
@@ -167,6 +168,8 @@ class _Walk:
 
     def _source(self, op: Op) -> Any:
         """Note what an operation does to the logits; returns what it reads."""
+        if op.name in _CONVOLUTIONS:
+            raise Reason.LOSS.rejected("the logits are computed by a convolution, and only linears are fused")
         node, source = op.node, self._pointwise(op)
         if source is None and op.name in CASTS | COPIES | {"detach"}:
             if not is_as_wide(op):

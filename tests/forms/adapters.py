@@ -82,6 +82,15 @@ def linear_of_two_factors(x: Any, a: Any, b: Any, c: Any) -> Any:
     return F.softmax(F.gelu(F.linear(F.linear(x, a), b, c)), -1)
 
 
+_NOT_ADDED = ("no product of a base",) * 2
+
+
+@form((2, 12, 64), (8, 64), (128, 8), (128,), left=(1, 1), reasons=_NOT_ADDED)
+def time_steps_of_a_state_space(x: Any, a: Any, b: Any, c: Any) -> Any:
+    """One function reads the second linear, which is several operations later."""
+    return F.softplus(F.linear(F.linear(x, a), b, c))
+
+
 @form(*LORA)
 def weight_of_the_adapter(x: Any, w: Any, a: Any, b: Any) -> Any:
     """A and B are multiplied first."""

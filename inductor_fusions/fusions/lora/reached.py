@@ -112,7 +112,8 @@ def alone(up: fx.Node) -> Said:
 def _read_elsewhere(node: fx.Node) -> Said:
     """The other readers of the result of an adapter, if one of them adds it to a product."""
     if not any(is_added_to_product(user) for user in node.users):
-        return Reason.NO_BASE(guards.read_elsewhere("the result of two products without a base", node.users))
+        # Who reads it is not said: a function such as softplus may be several operations here.
+        return Reason.NO_BASE("no product of a base is added to the result of the two products")
     scaled_by = any(_other_factor(user, node) is not None for user in node.users)
     reason = "the gradient of a factor" if scaled_by else "the backward"
     return guards.read_elsewhere("the result of the adapter", node.users, reason)

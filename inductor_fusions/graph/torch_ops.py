@@ -86,6 +86,7 @@ _SYNONYMS = {
     "_safe_softmax": "safe_softmax", "clip": "clamp",
     "concat": "cat", "concatenate": "cat", "absolute": "abs", "cross_entropy_loss": "cross_entropy",
     "nll_loss_nd": "nll_loss", "_get_data_attr": "detach", "as_tensor": "tensor", "asarray": "tensor",
+    "ravel": "flatten",
 }  # fmt: skip
 
 VIEWS = frozenset(
@@ -108,9 +109,9 @@ ADDING = frozenset({"baddbmm", "addmm", "addbmm"})
 CASTED = PRODUCTS | ADDING
 #: In front of the names of NumPy's operations, which are not read further.
 NUMPY = "numpy."
-#: Products that are not read: those of NumPy, and of more than two matrices.
+#: Products that are not read: those of NumPy, of more than two matrices, and of vectors.
 UNREAD_PRODUCTS = frozenset(NUMPY + name for name in ("matmul", "dot", "einsum", "tensordot")) | {
-    "linalg_multi_dot", "chain_matmul",
+    "linalg_multi_dot", "chain_matmul", "linalg_vecdot", "addmv", "dot", "vdot",
 }  # fmt: skip
 #: Operations that read only the shape, dtype and device of their first argument.
 _LIKE = frozenset(

@@ -26,6 +26,11 @@ def of_padded_weights(change: Any) -> Any:
     return lambda q, k, v, seen: change(padded(q, k, seen), seen[:, None, None]) @ v
 
 
+def scored_behind(q: Any, k: Any) -> Any:
+    """Weights of heads that are behind the keys."""
+    return einsum("bihd,bjhd->bijh", q, k).softmax(2)
+
+
 forms(*QKV, of=of_weights)(
     # The values lose what the weights lose for all queries.
     weights_times_another_mask=(lambda w, seen: w * seen[:, None, None].float(), some),
@@ -45,6 +50,21 @@ forms(*QKV, of=of_weights, fused=0, reasons=("in-between",))(
         lambda w, gate: (w := w * torch.sigmoid(gate)) / (w.sum(-1, keepdim=True) + 1e-3), (4, 1, 1),
     ),
 )  # fmt: skip
+forms(*QKV, of=of_weights, fused=0, reasons=("in-between",))(
+    weights_of_one_head_tiled=lambda w: w[:, :1].tile(1, 4, 1, 1),
+    weights_in_pools=lambda w: F.avg_pool2d(w, 3, stride=1, padding=1)[..., :9],
+    weights_between_pixels=lambda w: F.interpolate(w, (12, 9)),
+    sorted_weights=lambda w: w.sort(-1)[0],
+    weights_in_one_row_and_back=lambda w: w.ravel().view(2, 4, 9, 9),
+)
+forms(*QKV, fused=0, reasons=("linalg_vecdot, which is not read",))(
+    weights_times_values_by_vecdot=lambda q, k, v: torch.linalg.vecdot(scored(q, k).softmax(-1), v[..., :1]),
+)
+forms(*((2, 9, 4, 8),) * 3, of=lambda move: lambda q, k, v: move(scored_behind(q, k)) @ v.movedim(2, 1))(
+    # Of a DenseGATConv of PyG: heads come last.
+    weights_of_heads_moved_in_front=lambda w: w.movedim(3, 1),
+    weights_of_heads_moved_by_axis=lambda w: torch.moveaxis(w, (3, 1, 2), (1, 2, 3)),
+)
 forms(*QKV, of=of_padded_weights)(
     no_key_and_weights_times_the_mask=(
         lambda w, seen: w * seen.to(w.dtype), lambda: torch.tensor([[False] * 9, [True] * 9]),

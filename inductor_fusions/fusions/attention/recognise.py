@@ -20,7 +20,7 @@ from ...effects.liveness import readers
 from ...effects.writes import memory_chain
 from ...fusion import Rejected
 from ...graph import torch_ops
-from ...graph.dims import reduced
+from ...graph.dims import permutation, reduced
 from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, SPLITS, VIEWS, read
 from ...operands import same_shape, tensor
 from ...reasons import Reason
@@ -36,11 +36,12 @@ from .scores import ScoreReader
 from .written_out import SOFTMAXES, Softmax, divided, softmax_at, weights_of
 
 #: Operations through which a softmax may still reach a product; only to tell attention from other softmaxes.
-_BETWEEN = CASTS | COPIES | VIEWS | SPLITS | torch_ops.TRANSPOSES | {
+_BETWEEN = CASTS | COPIES | VIEWS | SPLITS | {
     "dropout", "mul", "div", "add", "expand", "where", "masked_fill", "getitem", "slice", "narrow",
     "nan_to_num", "mean", "getattr", "sub", "neg", "conv1d", "conv2d", "conv3d", "cat", "stack", "pad",
     "scatter", "topk", "max", "select", "native_dropout", "repeat", "repeat_interleave", "expand_as",
-    "broadcast_to",
+    "broadcast_to", "tile", "unfold", "sort", "vstack", "hstack", "dstack", "diag_embed", "interpolate",
+    "avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
 }  # fmt: skip
 
 #: Operations that take single weights, each of which multiplies a value of its own in a loop.
@@ -106,7 +107,8 @@ def reaches_product(
                 frontier.append(whole)
             if op.name in _PARTS or node in parts:
                 parts.add(user)
-            if op.name in _BETWEEN or _keeps_shape(node, user) or (op.name == "sum" and node in parts):
+            passes = op.name in _BETWEEN or permutation(op) is not None or _keeps_shape(node, user)
+            if passes or (op.name == "sum" and node in parts):
                 seen.add(user)
                 frontier.append(user)
     sums = [op for node in parts if (op := read(node)) is not None and op.name == "add"]

@@ -13,6 +13,7 @@ from torch import fx
 from ..._inductor import hint
 from ...block_mm.columns import Columns, columns, is_apart
 from ...block_mm.expressions import NONLINEAR, Expressions, named
+from ...graph.additions import has_size_of
 from ...graph.concatenation import taken_apart
 from ...graph.products import (
     CASTS,
@@ -61,8 +62,7 @@ _SELECTIONS = (aten.slice.Tensor, aten.select.int, operator.getitem)
 #: What keeps elements, in this order or another one.
 _ORDERED = RESHAPES | CASTS | {aten.permute.default, aten.clone.default}
 _PARTS = frozenset({*SPLITS, *_SELECTIONS})
-#: One operand and numbers.
-_BY_NUMBERS = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor, aten.pow.Tensor_Scalar)
+_EXPAND, _NUMBER = aten.expand.default, aten.full.default
 
 
 @dataclass
@@ -181,7 +181,7 @@ def _side(argument: Any) -> _Side | None:
             side.part = side.part or node
             waiting.append(node.args[0])
         else:
-            side.mixed = True
+            side.mixed |= node.target is not _NUMBER
     return side
 
 
@@ -235,13 +235,15 @@ def _bases(node: fx.Node) -> list[fx.Node]:
 
 
 def may_be_gated(node: fx.Node) -> bool:
-    """Whether a node multiplies two linears, parts of something, convolutions or batches of products.
+    """Whether a node multiplies functions of two linears, parts of something, convolutions or batches of
+    products.
 
-    What is behind other functions than of a number is found from those.
+    A norm of one is a function. Norms of both are multiplied for other reasons: a cosine, or q and k.
     """
     if node.target not in PRODUCTS:
         return False
-    return all(isinstance(x, fx.Node) and _may_be_side(x) for x in factors_of(node))
+    beside = [_beside(x) if isinstance(x, fx.Node) else None for x in factors_of(node)]
+    return None not in beside and not all(beside)
 
 
 def factors_of(node: fx.Node) -> tuple[Any, Any]:
@@ -251,15 +253,29 @@ def factors_of(node: fx.Node) -> tuple[Any, Any]:
 
 
 def _may_be_side(node: fx.Node) -> bool:
-    for _ in range(MOST_STEPS):
-        node = through(node, _ORDERED)
+    return _beside(node) is not None
+
+
+def _beside(factor: fx.Node) -> set[fx.Node] | None:
+    """The smaller tensors, but biases, of a function of linears and their like: such as the norm of each row.
+
+    None of other nodes.
+    """
+    found, waiting, seen = set[fx.Node](), [factor], set[fx.Node]()
+    while waiting:
+        node = through(waiting.pop(), _ORDERED)
+        if node in seen or node.target in _SELECTIONS:
+            continue
+        seen.add(node)
         if (product(node) or columns(node) or _of_many(node)) is not None:
-            return True
-        inputs = [x for x in node.all_input_nodes if not _is_bias(x, node)]
-        if node.target not in _BY_NUMBERS or len(inputs) != 1:
-            break
-        (node,) = inputs
-    return node.target in _SELECTIONS
+            continue
+        wholes = [x for x in node.all_input_nodes if has_size_of(x, node) and x.target is not _EXPAND]
+        if not wholes or not is_pointwise(node) or len(seen) > MOST_STEPS:
+            return None
+        smaller = [x for x in node.all_input_nodes if x not in wholes and x.target is not _NUMBER]
+        found.update(x for x in smaller if not _is_bias(x, node))
+        waiting += wholes
+    return found
 
 
 def _of_many(node: fx.Node) -> fx.Node | None:

@@ -133,6 +133,22 @@ def mixture_of_adapters(x: Any, w: Any, a: Any, b: Any, c: Any, d: Any, gate: An
     return result
 
 
+_MIXTURE = (X, "frozen 128x64", (3, 8, 64), (3, 128, 8))
+
+
+def _experts(x: Any, a: Any, b: Any) -> Any:
+    return torch.einsum("bser,eor->bseo", torch.einsum("bsd,erd->bser", x, a), b)
+
+
+forms(*_MIXTURE, of=of_addition, reasons=("limit", "limit"))(
+    weighed_sum_of_adapters=(lambda x, a, b, gate: (gate[..., None] * _experts(x, a, b)).sum(2), (2, 48, 3)),
+    mean_of_adapters=lambda x, a, b: _experts(x, a, b).mean(2),
+)
+forms(*_MIXTURE, of=of_addition, left=(2, 2), reasons=("limit", "limit"))(
+    sum_of_a_batch_of_adapters=lambda x, a, b: (x.flatten(0, 1) @ a.mT @ b.mT).sum(0).view(2, 48, 128),
+)
+
+
 @form(*LORA, (128, 8), (2, 64), left=(1, 1))
 def hydra(x: Any, w: Any, a: Any, b: Any, d: Any, router: Any) -> Any:
     """One A and several Bs, each with a number for each token."""

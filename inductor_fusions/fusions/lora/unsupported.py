@@ -77,7 +77,8 @@ MERGED = Reason.MERGED(
 #: The most operations that make the blocks of a rotation.
 _MOST_OF_BLOCKS = 64
 #: What may be between the experts' results and the base: a sum of them, with weights.
-_SUMS = (aten.bmm.default, aten.mul.Tensor, aten.sum.dim_IntList)
+_OVER_DIMS = (aten.sum.dim_IntList, aten.mean.dim)
+_SUMS = (aten.bmm.default, aten.mul.Tensor, *_OVER_DIMS)
 #: What may be between both products: channels in front, blocks in another order.
 _TURNED = (
     aten.permute.default, aten.clone.default, aten.expand.default, aten.split.Tensor,
@@ -241,9 +242,10 @@ def _is_computed(matrices: fx.Node) -> bool:
 
 def _adds_product(node: fx.Node) -> bool:
     """Whether both terms of an addition are products or sums. A residual is no base, nor is an attention."""
-    terms = terms_of(node)
-    known = [isinstance(t, fx.Node) and (t.target in BASES or is_sum(t) or product(t)) for t in terms]
-    return not terms or all(known)
+    terms = [t for t in terms_of(node) if isinstance(t, fx.Node)]
+    inside = [unweighted(t.args[0]) if t.target in _OVER_DIMS else t for t in terms]  # of the experts
+    known = [t.target in BASES or is_sum(t) or product(t) is not None for t in inside]
+    return all(known) and len(terms) == len(summands(node))
 
 
 def terms_of(node: fx.Node) -> list[Any]:

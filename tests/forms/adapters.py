@@ -82,6 +82,13 @@ def linear_of_two_factors(x: Any, a: Any, b: Any, c: Any) -> Any:
     return F.softmax(F.gelu(F.linear(F.linear(x, a), b, c)), -1)
 
 
+forms(*LORA, of=of_addition, reasons=("", "used-elsewhere"))(
+    # The gradient of the factor reads the product that the gradient of the input adds to the base.
+    input_times_a_number_of_each_sample=(lambda x, a, b, s: F.linear(F.linear(x * s, a), b), (2, 1, 1)),
+    input_times_a_vector=(lambda x, a, b, s: F.linear(F.linear(x * s, a), b), (64,)),
+)
+
+
 _NOT_ADDED = ("no product of a base",) * 2
 
 

@@ -11,7 +11,7 @@ from torch import fx
 from ..._inductor import is_backward, remembered
 from ...block_mm import guards
 from ...graph.additions import added_matrix, additions_behind, has_size_of, is_sum, summands
-from ...graph.products import CASTS, DIV, MUL, RESHAPES, is_floating, product, scaled
+from ...graph.products import CASTS, DIV, MUL, RESHAPES, is_floating, product, scaled, users_behind
 from ...operands import tensor, value
 from ...reasons import Reason, Said
 from .adapters import adapter_of, step, times_tensor, weighted
@@ -62,7 +62,8 @@ def leads_to_adapter(node: Any, in_sums: bool = True) -> bool:
 
 def alone(up: fx.Node) -> Said:
     """Why the result of an adapter is not part of a sum of products."""
-    if is_backward(up.graph) and not additions_behind([up, *up.users]):
+    # Several may read it behind a view: the gradient of a factor does as well.
+    if is_backward(up.graph) and not additions_behind([up, *users_behind(up, RESHAPES | CASTS)]):
         return GRADIENT
     node = up
     for _ in range(8):

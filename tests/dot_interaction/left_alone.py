@@ -76,12 +76,28 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
     "summed in another dtype": (lambda x, t: (t[:, LI] * t[:, LJ]).sum(-1, dtype=torch.float64), None),
     "used elsewhere": (two_readers, "used-elsewhere"),
     "overwritten index": (overwritten_index, "overwritten"),
-    "another second operand": (lambda x, t: torch.bmm(t, (t + 1).mT)[:, LI, LJ], None),
+    "another second operand": (lambda x, t: torch.bmm(t, (t + 1).mT)[:, LI, LJ], "products of two sets"),
+    "another second operand, by einsum": (
+        lambda x, t: torch.einsum("bid,bjd->bij", t, t + 1)[:, LI, LJ], "products of two sets"
+    ),
+    "a scaled operand": (lambda x, t: ((t * 0.25) @ t.mT)[:, LI, LJ], "an operand of the products is scaled"),
+    "a scaled operand, all products": (lambda x, t: ((t * 0.25) @ t.mT).flatten(1), "both triangles"),
+    "all products, scaled": (lambda x, t: (products(t) / 36).flatten(1) + x[:, :1], "both triangles"),
+    "all products, through a function": (
+        lambda x, t: torch.relu(products(t)).flatten(1) + x[:, :1], "both triangles"
+    ),
+    "pairs of a function of the products": (
+        lambda x, t: torch.relu(products(t) * 2)[:, LI, LJ], "all products are read, by relu"
+    ),
+    "weights of all pairs": (lambda x, t: (products(t) / 8).flatten(1).softmax(-1), None),
+    "a row and a column of each head": (lambda x, t: (t[:, None] @ t[:, None].mT)[:, [0], [1]], None),
     "another transpose": (lambda x, t: (t @ t.transpose(0, 1).transpose(0, 2))[:, [1], [0]], None),
     "no pairs": (lambda x, t: products(t)[:, LI[:0], LJ[:0]], "no pair is read"),
     "permuted": (lambda x, t: torch.bmm(t, t.permute(0, 1, 2))[:, [1, 2], [0, 0]], None),
     "over the samples": (lambda x, t: torch.einsum("bid,bjd->ijb", t, t)[:, [1, 2], [0, 0]], None),
-    "scaled by a tensor": (lambda x, t: (products(t) * x[:, :1, None])[:, LI, LJ], None),
+    "scaled by a tensor": (
+        lambda x, t: (products(t) * x[:, :1, None])[:, LI, LJ], "all products are read, by mul"
+    ),
     "scaled, used elsewhere": (
         lambda x, t: (lambda z: z[:, LI, LJ] + z.sum())(products(t) * 2), "used-elsewhere"
     ),

@@ -39,7 +39,9 @@ _MOST_INLINE = 8
 def _other_pairs(read: fx.Node, how: str) -> Candidate:
     """Products of features that are read in a way for which there is no kernel."""
     hint = "" if how in unsupported.WITHOUT_HINT else "z[:, i, j] with vectors of indices"
-    why = Reason.PAIRS.rejected(f"{how}, not by indices of the matrix of products", hint)
+    by_indices = how in (unsupported.OF_TWO, unsupported.ONE_SCALED)
+    instead = "" if by_indices else ", not by indices of the matrix of products"
+    why = Reason.PAIRS.rejected(f"{how}{instead}", hint)
     return Reported(read, why, {"products": text(tensor(read))})
 
 
@@ -197,4 +199,4 @@ def read_flattened(scope: DynamoScope, match: Match) -> Candidate | None:
         return _other_pairs(node, how) if how else None
     gathers = [by for user in node.users if (by := torch_ops.read(user)) is not None and by.name == "gather"]
     by_matrix = "pairs are gathered by a matrix of indices"
-    return _other_pairs(node, by_matrix if gathers else "all products are read, those of both triangles")
+    return _other_pairs(node, by_matrix if gathers else unsupported.ALL)

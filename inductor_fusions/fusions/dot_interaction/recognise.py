@@ -93,7 +93,7 @@ def site(node: fx.Node) -> InteractionSite | None:
         )
     if op.name in ("cat", "stack"):
         return _of_parts(op)
-    z, scales, nodes = _scaled(op.input)
+    z, scales, nodes = without_scales(op.input)
     found = _of_gather(op, z)
     if found is None:
         return None
@@ -103,7 +103,7 @@ def site(node: fx.Node) -> InteractionSite | None:
     return InteractionSite(node, *found, *_cat(node))
 
 
-def _scaled(node: Any) -> tuple[Any, tuple[tuple[str, float], ...], tuple[fx.Node, ...]]:
+def without_scales(node: Any) -> tuple[Any, tuple[tuple[str, float], ...], tuple[fx.Node, ...]]:
     """Look through factors: the scaled node, ("mul" or "div", number) in order, and the nodes passed."""
     op = read(node)
     if op is None or op.inplace or op.name not in ("mul", "div"):
@@ -114,7 +114,7 @@ def _scaled(node: Any) -> tuple[Any, tuple[tuple[str, float], ...], tuple[fx.Nod
     before, after = tensor(first), tensor(node)
     if scaled_by(op) is None or before is None or after is None or before.dtype != after.dtype:
         return node, (), ()
-    inner, scales, nodes = _scaled(first)
+    inner, scales, nodes = without_scales(first)
     return inner, (*scales, (op.name, second)), (*nodes, node)
 
 

@@ -15,6 +15,7 @@ from ...graph.einsum import equation_of
 from ...graph.search import named_behind
 from ...graph.torch_ops import CASTS, PRODUCTS, VIEWS, Op, read, readers_named
 from ...operands import tensor
+from .between import are_of_samples, is_of_one, operands_of, product_behind
 from .recognise import FLATTENS, features_of, gathered, is_index, is_row, squared
 
 BY_MATRICES = "features are multiplied through matrices"
@@ -26,8 +27,13 @@ UNSUMMED = "pairs are multiplied without a sum"
 VECTORS = "all products are read, each times a vector"
 LARGEST = "the largest product of each vector is read (late interaction)"
 ONE_BY_ONE = "pairs are multiplied one by one"
+ALL = "all products are read, those of both triangles"
+OF_TWO = "pairs are selected from the products of two sets of vectors, and only those of one set are fused"
+ONE_SCALED = "an operand of the products is scaled: scale the products, so that both are the same vectors"
 #: Of these no other form is supported.
-WITHOUT_HINT = frozenset({BY_MATRICES, CORRELATED, OF_FIELDS, OF_SETS, WEIGHTED, UNSUMMED, VECTORS, LARGEST})
+WITHOUT_HINT = frozenset(
+    {BY_MATRICES, CORRELATED, OF_FIELDS, OF_SETS, OF_TWO, ONE_SCALED, WEIGHTED, UNSUMMED, VECTORS, LARGEST}
+)
 _RETURNED = "the graph returns all products, as where a boolean mask, which ends it, selects"
 #: The most products of fields that are looked for.
 _MOST_PAIRS = 64
@@ -77,8 +83,10 @@ def how(node: fx.Node) -> str:
         return UNSUMMED
     if op.name == "masked_select":
         return "pairs are selected by a mask" if _squared_at(source) else ""
-    if not isinstance(index, tuple) or len(index) != 2 or index[0] != WHOLE:
+    if not isinstance(index, tuple) or len(index) not in (2, 3) or index[0] != WHOLE:
         return ""
+    if len(index) == 3:
+        return _of_indices(source) if all(map(is_index, index[1:])) else ""
     mask = tensor(index[1])
     if mask is not None and mask.dtype == torch.bool and mask.dim() == 2 and _squared_at(source):
         return "pairs are selected by a mask"
@@ -88,33 +96,28 @@ def how(node: fx.Node) -> str:
 def of_two_sets(row: fx.Node) -> str:
     """How products of vectors are read, where a node has those of two sets as one row of each sample."""
     view, flat = read(row), tensor(row)
-    op = None if view is None else read(view.input)
+    op = None if view is None else product_behind(view.input)[0]
     made = None if op is None else tensor(op.node)
-    if op is None or op.name not in PRODUCTS or made is None or flat is None:
+    if op is None or made is None or flat is None:
         return ""
     if readers_named(row, {"softmax"}):
         return ""  # weights over all pairs
-    sides, kept = _sides(op)
+    sides, kept = operands_of(op)
     if (made.dim(), flat.dim()) != (3, 2) or not known_true(flat.shape[0] == made.shape[0]) or not sides:
         return ""
     if kept == [False, False]:
-        both = _are_of_samples(op)
-        return "the vectors of two sets are multiplied, and all products are read" if both else ""
+        if not are_of_samples(op):
+            return ""
+        return ALL if is_of_one(op) else "the vectors of two sets are multiplied, and all products are read"
     first, inner = sides[0], read(sides[1])  # (x @ x.mT) @ w or x @ (x.mT @ w), as in Wukong
     begins = inner is not None and inner.name in PRODUCTS and permuted_by(inner.input, [0, 2, 1]) is first
     return BY_MATRICES if begins or _squared_at(first) else ""
 
 
-def _are_of_samples(op: Op) -> bool:
-    """Whether both operands of a product have its first dim: otherwise one is a weight."""
-    found = equation_of(op)
-    return found is not None and all(found.result[0] in side for side in (found.first, found.second))
-
-
 def _of_largest(op: Op) -> str:
     """How products of vectors are read, where an operation takes the largest of each, and they are summed."""
-    z = _behind_masks(op.input)
-    if z is None or not is_over_last(op) or _sides(z)[1] != [False, False]:
+    z, _ = product_behind(op.input)
+    if z is None or not is_over_last(op) or operands_of(z)[1] != [False, False]:
         return ""
     waiting = list(readers(op.node))
     for by in filter(None, map(read, waiting)):
@@ -125,24 +128,21 @@ def _of_largest(op: Op) -> str:
     return ""
 
 
-def _behind_masks(node: Any) -> Op | None:
-    """The product of which masks, scales and casts make a node."""
-    while (op := read(node)) is not None and op.name not in PRODUCTS - {"linear"}:
-        if op.name not in {"mul", "div", "add", "masked_fill"} | CASTS:
-            return None
-        node = op.input
-    return op
-
-
-def _sides(op: Op) -> tuple[list[Any], list[bool]]:
-    """Both operands of a product, and whether it keeps the last dim of each, as it was before a transpose."""
-    found = None if op.name == "linear" else equation_of(op)
-    return ([], []) if found is None else ([found.left, found.right], found.keeps_last)
+def _of_indices(z: Any) -> str:
+    """How pairs are read that indices take of functions of products, or of those of two sets."""
+    (op, function), made = product_behind(z), tensor(z)
+    if op is None or made is None or made.dim() != 3 or operands_of(op)[1] != [False, False]:
+        return ""
+    if not are_of_samples(op):
+        return ""
+    if not is_of_one(op):
+        return OF_TWO
+    return f"all products are read, by {function}" if function else ONE_SCALED
 
 
 def _is_correlation(op: Op) -> bool:
     """Whether a product sums over the rows of two matrices, and its diagonal is read (Barlow Twins)."""
-    sides, kept = _sides(op)
+    sides, kept = operands_of(op)
     values = [tensor(side) for side in sides]
     if kept != [True, True] or any(value is None or value.dim() != 2 for value in values):
         return False
@@ -373,4 +373,6 @@ def _feature(node: Any) -> fx.Node | None:
 
 
 def _squared_at(z: Any) -> bool:
-    return isinstance(z, fx.Node) and squared(z) is not None
+    """Whether a node is computed of the products of features with themselves, element by element."""
+    op, _ = product_behind(z)
+    return op is not None and squared(op.node) is not None

@@ -255,7 +255,7 @@ class Reason(Enum):
         "Nothing, if the model needs it. Supported is `F.rms_norm`, and what equals it.",
     )
     PAIRS = (
-        "The pairwise dot products are not selected by index vectors.",
+        "The pairwise dot products are not selected by index vectors, or are not of one set of vectors.",
         "Select them as `z[:, i, j]`, with vectors of indices i and j.",
     )
     OUTER_PRODUCT = (

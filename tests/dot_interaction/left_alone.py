@@ -90,6 +90,9 @@ OTHERS: dict[str, tuple[Function, str | None]] = {
         lambda x, t: torch.relu(products(t) * 2)[:, LI, LJ], "all products are read, by relu"
     ),
     "weights of all pairs": (lambda x, t: (products(t) / 8).flatten(1).softmax(-1), None),
+    "weights of all pairs, behind a bias": (
+        lambda x, t: ((products(t) / 8).flatten(1) + x[:, :1]).view(t.shape[0], F, F).softmax(-1), None
+    ),
     "a row and a column of each head": (lambda x, t: (t[:, None] @ t[:, None].mT)[:, [0], [1]], None),
     "another transpose": (lambda x, t: (t @ t.transpose(0, 1).transpose(0, 2))[:, [1], [0]], None),
     "no pairs": (lambda x, t: products(t)[:, LI[:0], LJ[:0]], "no pair is read"),

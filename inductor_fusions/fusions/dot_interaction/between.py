@@ -10,7 +10,7 @@ from ...graph.torch_ops import CASTS, PRODUCTS, Op, read
 from .recognise import without_scales
 
 #: What may be computed of each product before they are read.
-_POINTWISE = CASTS | frozenset(
+POINTWISE = CASTS | frozenset(
     "mul div add sub neg relu sigmoid tanh abs exp sqrt pow square clamp clamp_min clamp_max softplus gelu "
     "silu leaky_relu elu hardtanh dropout masked_fill".split()
 )
@@ -21,7 +21,7 @@ def product_behind(node: Any) -> tuple[Op | None, str]:
     function = ""
     while (op := read(node)) is not None and op.name not in PRODUCTS - {"linear"}:
         inputs = [x for x in op.node.all_input_nodes if has_size_of(x, op.node)]
-        if op.name not in _POINTWISE or not inputs:
+        if op.name not in POINTWISE or not inputs:
             return None, ""
         function = function or ("" if without_scales(op.node)[1] or op.name in CASTS else op.said)
         node = op.input if op.input in inputs else inputs[0]

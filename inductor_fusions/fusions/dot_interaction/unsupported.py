@@ -15,7 +15,7 @@ from ...graph.einsum import equation_of
 from ...graph.search import named_behind
 from ...graph.torch_ops import CASTS, PRODUCTS, VIEWS, Op, read, readers_named
 from ...operands import tensor
-from .between import are_of_samples, is_of_one, operands_of, product_behind
+from .between import POINTWISE, are_of_samples, is_of_one, operands_of, product_behind
 from .recognise import FLATTENS, features_of, gathered, is_index, is_row, squared
 
 BY_MATRICES = "features are multiplied through matrices"
@@ -100,8 +100,8 @@ def of_two_sets(row: fx.Node) -> str:
     made = None if op is None else tensor(op.node)
     if op is None or made is None or flat is None:
         return ""
-    if readers_named(row, {"softmax"}):
-        return ""  # weights over all pairs
+    if named_behind(row, VIEWS | POINTWISE, ("softmax",), 8):
+        return ""  # weights over all pairs, or the scores of an attention
     sides, kept = operands_of(op)
     if (made.dim(), flat.dim()) != (3, 2) or not known_true(flat.shape[0] == made.shape[0]) or not sides:
         return ""

@@ -12,6 +12,7 @@ from .. import _inductor, decisions
 from ..decisions.problems import SECTIONS
 from ..decisions.schema import KERNELS
 from ..explaining import absent
+from ..fusions.attention.short import plan
 from .common import Device, UserError, console, find_device, table
 
 
@@ -34,7 +35,7 @@ def show_decision(section: str, problem: str, target: str | None, device: Device
         where = find_device(device) if target is None else torch.device("cuda", 0)
         if target is not None:
             stack.enter_context(_inductor.absent_device(absent_gpu(target)))
-        kernels = KERNELS if section == "attention" else ()
+        kernels = _kernels_of(row) if section == "attention" else ()
         found = decisions.decide(decisions.Query(section, row, kernels), where)
     out = console()
     known_as = f"{found.kernel}, {found.note}" if found.kernel is not None else f"stock: {found.reason}"
@@ -47,6 +48,13 @@ def show_decision(section: str, problem: str, target: str | None, device: Device
     for row_cells in dict.fromkeys(cells):  # the row of the problem itself bounds it from both sides
         shown.add_row(*row_cells)
     out.print(shown)
+
+
+def _kernels_of(attention: dict[str, Any]) -> tuple[str, ...]:
+    """The kernels for an attention of these sizes."""
+    longest = max(attention["q_len"], attention["kv_len"])
+    is_short = not plan.too_large(longest, attention["head_dim"], getattr(torch, attention["dtype"]))
+    return tuple(name for name in KERNELS if name != "short" or is_short)
 
 
 def absent_gpu(target: str) -> _inductor.AbsentDevice:

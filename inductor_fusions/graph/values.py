@@ -45,7 +45,7 @@ def _is_missing(node: fx.Node) -> bool:
     if node.meta.keys() & {"val", "example_value"} or is_in_place(node):
         return False
     if isinstance(node.target, torch._ops.OpOverload):
-        return not node.target._schema.is_mutable
+        return bool(node.target._schema.returns) and not node.target._schema.is_mutable
     # A function in Python that is not known may do anything.
     op, built_in = torch_ops.read(node), isinstance(node.target, BuiltinFunctionType)
     return op is not None and bool(op.args or (built_in and node.all_input_nodes))

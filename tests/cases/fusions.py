@@ -231,7 +231,7 @@ CASES = {
         "dot_interaction", pairs, lambda: leaves((4, 4), (4, 4, 4)),
         lambda dense, t: torch.cat(
             [dense, torch.bmm(t, (t + 1).transpose(1, 2))[:, [1, 2, 2], [0, 0, 1]]], dim=1
-        ), rows=(), early=True,
+        ), Reason.PAIRS, rows=(), early=True,
     ),
     "every_pair": Case(
         "dot_interaction", every_pair, lambda: leaves((4, 4, 4)),

@@ -61,11 +61,9 @@ class Call:
         sizes = [_inductor.sizes(x) for x in (q, k, v)]
         if not all(isinstance(n, int) for size in sizes for n in size[1:]):
             raise Rejected("lengths, heads or head dims are symbolic")
-        if max(sizes[0][3], sizes[2][3]) > plan.MOST_DIM[self.dtype.itemsize]:
-            raise Rejected(f"a head dim is above {plan.MOST_DIM[self.dtype.itemsize]}")
-        most = plan.MOST_KEYS_IN_KERNEL[self.dtype.itemsize]
-        if max(sizes[0][2], sizes[1][2]) > most:
-            raise Rejected(f"there are more than {most} queries or keys in {self.dtype}")
+        longest, widest = max(sizes[0][2], sizes[1][2]), max(sizes[0][3], sizes[2][3])
+        if why := plan.too_large(longest, widest, self.dtype):
+            raise Rejected(why)
         self.q, self.k, self.v, *self.masks = _inductor.realize([q, k, v, *masks])
         self.shape, self.kv_len, self.v_dim = sizes[0], sizes[1][2], sizes[2][3]
         self.numbers, self.scale, self.causal = list(numbers), float(scale), causal

@@ -40,6 +40,14 @@ class Plan:
     num_stages: int
 
 
+def too_large(longest: int, widest: int, dtype: torch.dtype) -> str:
+    """Why no kernel holds a head with so many queries or keys, and so wide a head dim; else ""."""
+    keys, dim = MOST_KEYS_IN_KERNEL[dtype.itemsize], MOST_DIM[dtype.itemsize]
+    if longest > keys:
+        return f"more than {keys} queries or keys in {dtype}"
+    return f"a head dim above {dim} in {dtype}" if widest > dim else ""
+
+
 def windows_of(q_shape: Sequence[Any], kv_len: int, period: Any) -> int:
     """Samples for one program: those with the same masks, a period apart."""
     batch, heads, rows = q_shape[:3]

@@ -39,11 +39,9 @@ def refused(problem: Problem) -> str:
         return "the batch size depends on data"
     if problem.dtype not in DTYPES:
         return f"no kernel for {problem.dtype}"
-    most = plan.MOST_KEYS_IN_KERNEL[problem.dtype.itemsize]
-    if max(problem.q.shape[2], problem.k.shape[2]) > most:
-        return f"more than {most} queries or keys"
-    if max(problem.q.shape[3], problem.v.shape[3]) > plan.MOST_DIM[problem.dtype.itemsize]:
-        return f"more than {plan.MOST_DIM[problem.dtype.itemsize]} head dims"
+    longest = max(problem.q.shape[2], problem.k.shape[2])
+    if why := plan.too_large(longest, max(problem.q.shape[3], problem.v.shape[3]), problem.dtype):
+        return why
     if len(problem.terms) > MOST_MASKS // 2 or any(term.floor is not None for term, _ in problem.terms):
         return "too many masks, or clamped scores"
     if any(_is_no_mask(term, operand) for term, operand in problem.terms):

@@ -267,10 +267,14 @@ def _beside(factor: fx.Node) -> set[fx.Node] | None:
         if node in seen or node.target in _SELECTIONS:
             continue
         seen.add(node)
-        if (product(node) or columns(node) or _of_many(node)) is not None:
+        if product(node) is not None:
             continue
         wholes = [x for x in node.all_input_nodes if has_size_of(x, node) and x.target is not _EXPAND]
-        if not wholes or not is_pointwise(node) or len(seen) > MOST_STEPS:
+        if not wholes or not is_pointwise(node):
+            if (columns(node) or _of_many(node)) is None:
+                return None
+            continue
+        if len(seen) > MOST_STEPS:
             return None
         smaller = [x for x in node.all_input_nodes if x not in wholes and x.target is not _NUMBER]
         found.update(x for x in smaller if not _is_bias(x, node))

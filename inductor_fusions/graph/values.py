@@ -31,7 +31,8 @@ def complete(graph: fx.Graph) -> None:
         if any(value is None for value in values.values()):
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-        function: Any = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
+        # A method of something else than a tensor is None here, and calling it gives no value.
+        function: Any = getattr(torch.Tensor, node.target, None) if node.op == "call_method" else node.target
         found = fake_result(mode, function, args, kwargs)
         if found is None:
             continue

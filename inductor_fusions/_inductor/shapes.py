@@ -268,7 +268,7 @@ def fake_result(fake_mode: Any, function: Callable[..., Any], args: Any, kwargs:
     with suppress_guards(fake_mode), torch.no_grad(), computing_fakes(fake_mode), ignoring:
         try:
             found = function(*args, **kwargs)
-        except Exception:
+        except Exception:  # of any kind: the graph is as the other pass has left it, and torch compiles that
             return None
     known: set[Any] = set()
     for value in pytree.tree_leaves((args, kwargs)):

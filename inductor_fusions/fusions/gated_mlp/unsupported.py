@@ -137,7 +137,7 @@ def _is_of_ranks(root: fx.Node, ends: Sequence[fx.Node]) -> bool:
             others = [
                 x for x in user.args if isinstance(x, fx.Node) and root not in (x, through(x, RESHAPES))
             ]
-            if any(map(_may_be_side, others)):
+            if any(_beside(x) is not None for x in others):
                 return True
         elif many and user.target in (aten.bmm.default, aten.mm.default):
             return True
@@ -250,10 +250,6 @@ def factors_of(node: fx.Node) -> tuple[Any, Any]:
     """The two factors of one of `PRODUCTS`."""
     first, second = node.args[-2:]
     return first, second
-
-
-def _may_be_side(node: fx.Node) -> bool:
-    return _beside(node) is not None
 
 
 def _beside(factor: fx.Node) -> set[fx.Node] | None:

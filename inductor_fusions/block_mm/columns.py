@@ -184,8 +184,9 @@ def _before_permutation(node: fx.Node, place: int) -> tuple[fx.Node, int] | None
     if step.target is not aten.permute.default or parts == 1:
         return None
     arguments: tuple[Any, ...] = step.args
-    viewed, dims = arguments
+    viewed, given = arguments
     sizes = value(viewed).shape
+    dims = [dim % len(sizes) for dim in given]
     others = [dim for dim in dims if dim != dims[place] and str(sizes[dim]) != "1"]
     return (viewed, dims[place]) if others == sorted(others) else None
 

@@ -23,6 +23,8 @@ def _gated(parts: Any) -> Any:
 
 forms(*PACKED, of=_gated, left=(0, 1), reasons=("", "used-elsewhere"))(
     parts_permuted_to_the_front=lambda h: h.view(2, 48, 2, 128).permute(2, 0, 1, 3),
+    parts_permuted_by_dims_from_the_end=lambda h: h.view(2, 48, 2, 128).permute(-2, 0, 1, -1),
+    columns_permuted_by_dims_from_the_end=lambda h: h.view(96, 128, 2).permute(-1, 0, 1),
     parts_moved_to_the_front=lambda h: h.view(2, 48, 2, 128).movedim(-2, 0),
     parts_in_front_of_rows=lambda h: h.view(96, 2, 128).transpose(0, 1),
     every_second_column_to_the_front=lambda h: h.view(96, 128, 2).permute(2, 0, 1),

@@ -84,6 +84,11 @@ def cuda_rows() -> list[Row]:
     found += row(8, 16, 16, 1024, 64, "tanh")
     found += row(4, 32, 32, 1024, 128, "alibi causal+pad")
     found += row(4, 32, 32, 1024, 128, "alibi causal")
+    found += row(1, 32, 32, 4096, 128, "alibi causal+pad")
+    found += row(1, 32, 32, 4096, 128, "alibi causal")
+    found += row(2, 16, 8, 1024, 256, "tanh causal")
+    found += row(4, 16, 8, 2048, 256, "tanh causal")
+    found += row(2, 32, 8, 512, 128, "causal+document")
     return found
 
 

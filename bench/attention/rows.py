@@ -143,12 +143,19 @@ def neighbours() -> list[Row]:
         4: [(64, 8, 256, 64), (512, 8, 32, 32)],
         16: [(32, 8, 64, 64), (16, 8, 2048, 64)],
         32: [(8, 8, 2048, 64)],
-        1024: [(8, 8, 77, 80)],
+        64: [(8, 16, 1088, 64), (8, 8, 2048, 64)],
+        512: [(4, 8, 4096, 64)],
+        1024: [(8, 8, 77, 80), (8, 16, 32, 64)],
         4096: [(4, 8, 77, 40)],
     }.items():
         rows += rows_of(shapes, ["none", "pad"], q_len=queries)
         rows += rows_of(shapes, ["none", "pad"], "float32", [False], q_len=queries)
     rows += rows_of([(8, 8, 2048, 64), (32, 8, 64, 64)], ["bias", "bias_batch"], q_len=16)
+    rows += rows_of([(16, 16, 16, 64), (8, 16, 32, 64)], ["bias"], q_len=1024)
+    rows += rows_of([(2, 12, 512, 64), (4, 12, 512, 64)], ["bias_batch"])
+    rows += rows_of([(4, 8, 1024, 160), (8, 8, 512, 160), (32, 8, 196, 16)], ["none", "pad", "bias"])
+    rows += rows_of([(32, 12, 256, 64), (128, 12, 128, 64)], ["causal", "bias_batch"])
+    rows += rows_of([(8, 12, 256, 64)], masks, "float32", [False])
     decode = [(4, 32, 4096, 128), (4, 32, 8192, 128), (1, 32, 4096, 128)]
     rows += rows_of(decode, ["none", "pad"], trains=[False], kv_heads=8, q_len=1)
     return rows + rows_of([(2, 16, 4096, 64), (4, 16, 8192, 64)], ["none", "pad"], trains=[False], q_len=1)

@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 
 from ..decisions import devices
-from ..decisions.problems import FEW_ROWS, NARROWEST, padded
+from ..decisions.problems import FEW_ROWS
+from ..decisions.schema import NARROWEST, padded
 from .problem import Problem, few_rows, tiles
 
 Template = Literal["tiled", "persistent", "row"]

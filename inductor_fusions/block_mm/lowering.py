@@ -12,7 +12,7 @@ import torch
 
 from .. import _inductor, config
 from ..decisions import hardware
-from ..decisions.problems import padded
+from ..decisions.schema import padded
 from ..fusion import Rejected
 from ..lowering import check_templates
 from ..operands import known_size, may_use_tf32, profitable

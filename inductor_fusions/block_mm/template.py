@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..decisions.problems import padded
+from ..decisions.schema import padded
 from .configurations import Config
 
 FOLDER = Path(__file__).parent / "templates"

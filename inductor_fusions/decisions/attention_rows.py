@@ -9,7 +9,7 @@ import math
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from .schema import half
+from .schema import half, padded
 
 #: Queries up to which an attention is compared only with others of few queries.
 FEW_QUERIES = 16
@@ -48,7 +48,8 @@ def same(row: Mapping[str, Any]) -> tuple[Hashable, ...]:
 def sizes(row: Mapping[str, Any]) -> tuple[float, ...]:
     """Positive numbers whose ratios give the distance of two problems."""
     varies = BIASES.get(row.get("mask", ""), 1.0)
-    return varies, row["q_len"], row["kv_len"], row["head_dim"], row["batch"] * row["heads"]
+    # A tile of any kernel is as wide as a power of two: SDPA with head dim 160 costs what it costs with 256.
+    return varies, row["q_len"], row["kv_len"], padded(row["head_dim"]), row["batch"] * row["heads"]
 
 
 def doubt(row: Mapping[str, Any]) -> float:

@@ -20,6 +20,7 @@ from .schema import (
     DECODE,
     DECODE_ATTENTION,
     NARROW,
+    NARROWEST,
     Check,
     are_grouped,
     equally_long,
@@ -35,6 +36,7 @@ from .schema import (
     is_text,
     list_of,
     maybe,
+    padded,
 )
 
 #: Kernels that gain nothing but time must be measured or expected to be this much faster than stock.
@@ -42,19 +44,12 @@ MARGIN = 1.03
 
 Row = Mapping[str, Any]
 
-#: Columns that a tile needs at least: ranks up to it are computed, and read, as it is.
-NARROWEST = 16
 #: Rows that are one tile: up to so many, linears with adapters are a pair of kernels that read weights once.
 FEW_ROWS = 64
 #: Rows up to which kernels multiply without tensor cores.
 SINGLE_ROWS = 4
 #: The largest K of the second product of an adapter: a rank of 128 in three summands.
 MOST_INNER = 3 * 128
-
-
-def padded(size: int, least: int = NARROWEST) -> int:
-    """The side of a tile that holds so many rows or columns: a power of two, enough for `tl.dot`."""
-    return max(least, 1 << max(0, size - 1).bit_length())
 
 
 #: How speedups vary: of linears; of attention, whose kernels differ more, and from shape to shape; and of

@@ -9,6 +9,9 @@ from typing import Any
 
 Check = Callable[[Any], bool]
 
+#: Columns that a tile needs at least: ranks up to it are computed, and read, as it is.
+NARROWEST = 16
+
 
 def is_size(value: Any) -> bool:
     """A positive integer."""
@@ -43,6 +46,11 @@ def is_dtype(value: Any) -> bool:
 def half(dtype: str) -> str:
     """One name for the dtypes of 16 bits, which cost the same."""
     return "half" if dtype in ("float16", "bfloat16") else dtype
+
+
+def padded(size: int, least: int = NARROWEST) -> int:
+    """The side of a tile that holds so many rows or columns: a power of two, enough for `tl.dot`."""
+    return max(least, 1 << max(0, size - 1).bit_length())
 
 
 def is_tile(value: Any) -> bool:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Of each section of the H200's table, one width left out: the share of the gain that is kept at least.
 #: Of linears 3% of each gain are taken off, because their configurations are not measured.
 KEPT = {
-    "attention": 0.95, "block_mm": 0.965, "lora": 0.97, "lora_sums": 0.97, "lora_dropout": 0.96,
+    "attention": 0.96, "block_mm": 0.965, "lora": 0.97, "lora_sums": 0.97, "lora_dropout": 0.96,
     "narrow_mm": 0.97,
 }  # fmt: skip
 
@@ -34,7 +34,7 @@ def test_widths_left_out(left_out: dict[str, dict[str, Any]]) -> None:
     for section, least in KEPT.items():
         assert left_out[section]["kept"] >= least, section
         # In training of small attentions times are those of launches, and vary.
-        slow, slower = (6, 4) if section == "attention" else (left_out[section]["rows"] // 100, 0)
+        slow, slower = (3, 1) if section == "attention" else (left_out[section]["rows"] // 100, 0)
         assert left_out[section]["below_0.98"] <= slow, section
         assert left_out[section]["below_0.95"] <= slower, section
 
@@ -51,7 +51,7 @@ def test_rows_of_the_other_gpu_help(left_out: dict[str, dict[str, Any]]) -> None
     others = regret.other_gpus(found, "nvidia_h200")
     beside = regret.widths_left_out(found["nvidia_h200"], "nvidia_h200", others)["attention"].to_json()
     alone = left_out["attention"]
-    assert beside["kept"] > max(0.96, alone["kept"] + 0.01) and beside["below_0.95"] <= alone["below_0.95"]
+    assert beside["kept"] > max(0.97, alone["kept"] + 0.005) and beside["below_0.95"] <= alone["below_0.95"]
 
 
 def test_same_capability_keeps_nearly_all() -> None:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...decisions.problems import padded
+from ...decisions.schema import padded
 from ...lowering import launched
 from .op import Pairs
 

@@ -12,7 +12,8 @@ import torch
 from ... import _inductor
 from ...block_mm.lowering import check_factors
 from ...decisions import Query, configured, row_with_tiles, tables
-from ...decisions.problems import MOST_INNER, padded
+from ...decisions.problems import MOST_INNER
+from ...decisions.schema import padded
 from ...fusion import Rejected
 from ...lowering import check_templates
 from ...operands import known_size

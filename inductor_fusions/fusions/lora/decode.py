@@ -19,7 +19,8 @@ from ...block_mm.configurations import loaded_well, row_step, shared_limit
 from ...block_mm.heuristics import capability
 from ...block_mm.lowering import check_factors
 from ...decisions import Query, configured, tables, tiles
-from ...decisions.problems import FEW_ROWS, SINGLE_ROWS, Row, padded
+from ...decisions.problems import FEW_ROWS, SINGLE_ROWS, Row
+from ...decisions.schema import padded
 from ...fusion import Rejected
 from ...lowering import check_templates
 from ...operands import may_use_tf32

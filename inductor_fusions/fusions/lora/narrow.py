@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...decisions import Query, row_with_tiles, tables
-from ...decisions.problems import padded as padded
+from ...decisions.schema import padded as padded
 
 #: Thread blocks that fill a device, about: three for each two multiprocessors of an H100.
 FILLS = 192

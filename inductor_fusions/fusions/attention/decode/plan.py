@@ -11,7 +11,7 @@ import torch
 from .... import decisions
 from ...._inductor import hint, known_true
 from ....decisions import tables, unsupported
-from ....decisions.problems import padded
+from ....decisions.schema import padded
 from ....graph import torch_ops
 from ..problem import Problem
 from .op import DTYPES, MASKS, MOST_DIM, TILE_ROWS

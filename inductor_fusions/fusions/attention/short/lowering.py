@@ -11,7 +11,7 @@ import torch
 
 from .... import _inductor
 from ....block_mm import template
-from ....decisions.problems import padded
+from ....decisions.schema import padded
 from ....fusion import Rejected
 from ....lowering import check_templates
 from ....operands import may_use_tf32

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ....decisions.problems import padded
+from ....decisions.schema import padded
 
 #: Keys (and queries) of a head that one program holds at most.
 MOST_KEYS = 128

@@ -73,10 +73,11 @@ class Reported(Candidate):
     """A site that is never fused, and is listed in the report with its reason.
 
     Args:
+        why: the reason; or what a reader raised at this node.
         details: as `describe` gives them.
     """
 
-    def __init__(self, anchor: fx.Node, why: Rejected, details: dict[str, str] | None = None) -> None:
+    def __init__(self, anchor: fx.Node, why: Exception, details: dict[str, str] | None = None) -> None:
         self.anchor, self.why, self.details = anchor, why, details or {}
 
     def describe(self) -> dict[str, str]:

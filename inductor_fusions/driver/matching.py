@@ -75,7 +75,8 @@ class _Matcher:
             if isinstance(declared, Anchor):
                 yield from _around(declared, scope, matches)
             elif isinstance(declared, Group):
-                yield from declared.read(scope, [each.match for each in matches])
+                every = [each.match for each in matches]
+                yield from _read(declared, scope, every, matches[0].node if matches else None)
             else:
                 for each in matches:
                     if each.current() is not None:
@@ -104,11 +105,18 @@ def _around(declared: Anchor, scope: Scope, found: Iterable[_inductor.Found]) ->
         match = each.current()
         if match is None or _inductor.undeclared(match):
             continue
-        read = declared.read(scope, match)
-        if isinstance(read, Candidate):
-            yield read
-        elif read is not None:
-            yield from read
+        yield from _read(declared, scope, match, each.node)
+
+
+def _read(declared: Anchor | Group, scope: Scope, found: Any, node: fx.Node | None) -> Iterator[Candidate]:
+    """What a reader makes of its matches; if it raises, a site at `node` that says so."""
+    try:
+        read = declared.read(scope, found)
+        yield from [read] if isinstance(read, Candidate) else read or ()
+    except Exception as error:
+        if node is None:
+            raise
+        yield Reported(node, error)
 
 
 class Replaced(Candidate):

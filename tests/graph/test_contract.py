@@ -238,6 +238,33 @@ def test_readers_that_change_a_graph() -> None:
         apply(relu_graph(), Reads)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["the function", "its generator"])
+def test_a_reader_that_raises_is_a_failed_site(late: bool) -> None:
+    """The other matches of the graph are read and fused."""
+
+    def reads(node: fx.Node) -> Candidate:
+        if node.args[0].op == "placeholder":
+            raise ValueError("on purpose")
+        return Quiet(node)
+
+    def read(scope: Scope, match: Any) -> Any:
+        return (reads(node) for node in [match.output_node()]) if late else reads(match.output_node())
+
+    def patterns() -> list[Any]:
+        return [torch.relu]
+
+    read.__module__ = patterns.__module__ = passes.__name__
+    fusion = Fusion("raises", "pre_grad", "raises")
+    fusion.anchor(patterns)(read)
+    graph = fx.symbolic_trace(lambda x: torch.relu(torch.relu(x) + 1)).graph
+    (site,) = passes.apply(fusion, graph)
+    assert (site.verdict, site.code, site.node) == ("failed", "raised", "relu")
+    assert "on purpose" in site.reason
+    assert len(graph.find_nodes(op="call_function", target=torch.sigmoid)) == 1
+    with config.patch(strict=True), pytest.raises(ValueError, match="on purpose"):
+        passes.apply(fusion, relu_graph())
+
+
 class Quiet(Candidate):
     """Is in no report."""
 

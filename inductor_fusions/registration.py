@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from . import _inductor, config
+from . import _inductor, config, reporting
 
 log = logging.getLogger(__name__)
 
 _LOST = (
-    "%s was overwritten, so the fusions there no longer run. "
+    "%s was overwritten, so %s no longer run. "
     "inductor_fusions.enable() installs them again, in addition to what is there now"
 )
 
@@ -173,7 +173,7 @@ def _with_ours(stage: str, held: list[Any]) -> list[Any]:
 
 
 def _notice_loss() -> None:
-    """Log once that a hook was overwritten, so that nothing of its stage is fused.
+    """Log once that a hook was overwritten: nothing of its stage is fused; without post-grad, nothing at all.
 
     A log record, not a warning: in a compile, a warning that is configured as an error would end it.
     """
@@ -188,7 +188,7 @@ def _notice_loss() -> None:
     ]
     if lost:
         _warned.add(_LOST)
-        log.warning(_LOST, " and ".join(lost))
+        log.warning(_LOST, " and ".join(lost), "the fusions" if reporting.are_off() else "the fusions there")
 
 
 def _fusions_of(stage: str) -> Any:

@@ -60,10 +60,10 @@ class FusionPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         if self.before is not None:
             self.before(graph)
-        if not config.enabled or self._problem():
+        # Without ours after autograd, nothing keeps the layouts that readers of a fused operation rely on.
+        if reporting.are_off() or self._problem():
             return
-        owner = graph.owning_module
-        attempt = attempts.current()
+        owner, attempt = graph.owning_module, attempts.current()
         if attempt is not None:
             attempt.enters(self.stage)
         left_out = attempt.left_out(self.stage) if attempt is not None else None

@@ -144,14 +144,14 @@ def _written_by_schema(node: fx.Node, operation: Any) -> list[fx.Node]:
 
 def _written_by_bodies(node: fx.Node) -> list[fx.Node]:
     """All operands of a higher-order operation, unless it runs graphs of which none overwrites an input."""
-    bodies = [_graph_of(x) for x in node.all_input_nodes if x.op == "get_attr"]
+    bodies = [graph_of(x) for x in node.all_input_nodes if x.op == "get_attr"]
     graphs = [body for body in bodies if body is not None]
     if graphs and not any(map(_overwrites_an_input, graphs)):
         return []
     return _tensors(node.all_input_nodes)
 
 
-def _graph_of(attribute: fx.Node) -> fx.Graph | None:
+def graph_of(attribute: fx.Node) -> fx.Graph | None:
     found: Any = attribute.graph.owning_module
     for name in str(attribute.target).split("."):
         found = getattr(found, name, None)
@@ -208,7 +208,7 @@ def _tensors(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     def may_be(node: fx.Node) -> bool:
         value = value_of(node)
         if value is None:
-            return node.op != "get_attr" or _graph_of(node) is None
+            return node.op != "get_attr" or graph_of(node) is None
         return isinstance(value, (torch.Tensor, tuple, list, dict))
 
     return [node for node in nodes if may_be(node)]

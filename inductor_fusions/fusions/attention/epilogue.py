@@ -14,6 +14,7 @@ from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph import torch_ops
 from ...graph.dims import permutation, reduced, selection
+from ...graph.regions import graphs
 from ...graph.torch_ops import Op, dropout_p, read, value
 from ...operands import same_shape, tensor
 from ...reasons import Reason
@@ -184,6 +185,11 @@ def without_column(op: Op, first: bool) -> fx.Node | None:
 def between(op: Op, weights: fx.Node) -> Rejected:
     """Why weights cannot be read further down than an operation."""
     before, after = tensor(weights), tensor(op.node)
+    if graphs(op.node):
+        return Reason.IN_BETWEEN.rejected(
+            f"{op.said} is between the softmax and the product with v, or computes that product",
+            "compute the softmax and the product with v both inside of it, or both outside",
+        )
     if isinstance(value(op.node), (tuple, list)) and (found := one_by_one(readers(op.node))):
         return found
     wider = not (before is None or after is None or same_shape(before.shape, after.shape))

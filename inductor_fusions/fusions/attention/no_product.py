@@ -9,6 +9,7 @@ from torch import fx
 
 from ..._inductor import hint, is_body, known_true
 from ...fusion import Rejected
+from ...graph.regions import computed, graphs
 from ...graph.torch_ops import ADDING, CASTS, NUMPY, PRODUCTS, TRANSPOSES, VIEWS, Op, read
 from ...operands import tensor
 from ...reasons import Reason
@@ -99,7 +100,8 @@ def stands_between(op: Op) -> str:
         return Reason.IN_BETWEEN(
             f"{op.said} chooses among the scores, as a router of experts or a sparse attention does"
         )
-    return Reason.IN_BETWEEN(f"{op.said} is between the product of q and k and the softmax")
+    computes = ", or computes that product" if graphs(op.node) else ""
+    return Reason.IN_BETWEEN(f"{op.said} is between the product of q and k and the softmax{computes}")
 
 
 def has_product(node: fx.Node, scores: torch.Tensor) -> bool:
@@ -126,7 +128,7 @@ def has_product(node: fx.Node, scores: torch.Tensor) -> bool:
         taken = op is not None and (op.name in _TAKEN or _merges_rows(op))
         whole = tensor(op.input) if op is not None and taken else None
         sizes |= set() if whole is None else _sizes(whole)
-        found = [n for n in current.all_input_nodes if n not in seen]
+        found = [n for n in (*computed(current), *current.all_input_nodes) if n not in seen]
         seen.update(found)
         frontier += found
     return False

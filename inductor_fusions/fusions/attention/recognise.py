@@ -20,7 +20,8 @@ from ...effects.liveness import readers
 from ...effects.writes import memory_chain
 from ...fusion import Rejected
 from ...graph import torch_ops
-from ...graph.dims import permutation, reduced
+from ...graph.dims import SELECTS, permutation, reduced
+from ...graph.regions import entered, left
 from ...graph.torch_ops import ADDING, CASTS, COPIES, PRODUCTS, SPLITS, VIEWS, read
 from ...operands import same_shape, tensor
 from ...reasons import Reason
@@ -36,12 +37,17 @@ from .scores import ScoreReader
 from .written_out import SOFTMAXES, Softmax, divided, softmax_at, weights_of
 
 #: Operations through which a softmax may still reach a product; only to tell attention from other softmaxes.
-_BETWEEN = CASTS | COPIES | VIEWS | SPLITS | {
-    "dropout", "mul", "div", "add", "expand", "where", "masked_fill", "getitem", "slice", "narrow",
+_BETWEEN = CASTS | COPIES | VIEWS | SPLITS | SELECTS | {
+    "dropout", "mul", "div", "add", "expand", "where", "masked_fill", "getitem",
     "nan_to_num", "mean", "getattr", "sub", "neg", "conv1d", "conv2d", "conv3d", "cat", "stack", "pad",
-    "scatter", "topk", "max", "select", "native_dropout", "repeat", "repeat_interleave", "expand_as",
+    "scatter", "topk", "max", "native_dropout", "repeat", "repeat_interleave", "expand_as",
     "broadcast_to", "tile", "unfold", "sort", "vstack", "hstack", "dstack", "diag_embed", "interpolate",
     "avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
+    "adaptive_max_pool1d", "adaptive_max_pool2d", "lp_pool1d", "lp_pool2d", "tensor_split", "hsplit",
+    "vsplit", "dsplit", "take", "take_along_dim", "gather", "masked_select", "narrow_copy", "as_strided",
+    "diagonal", "index_copy", "index_add", "scatter_add", "scatter_reduce", "masked_scatter", "slice_scatter",
+    "select_scatter", "diagonal_scatter", "rot90", "block_diag", "kron", "min", "amax", "amin", "kthvalue",
+    "median", "diff", "fft_rfft", "fft_irfft", "fft_rfft2", "fft_irfft2", "fft_rfftn", "fft_irfftn",
 }  # fmt: skip
 
 #: Operations that take single weights, each of which multiplies a value of its own in a loop.
@@ -84,15 +90,20 @@ def reaches_product(
     made = read(start)
     if made is not None and made.name not in SOFTMAXES and any(map(_is_of_products, _factors(made))):
         return True
-    frontier, seen, parts = [start], {start}, set[fx.Node]()
+    frontier = [start] if made is None else [start, *_written_with(made, start, passes=True)]
+    seen, parts = {*frontier}, set[fx.Node]()
+    calls: dict[fx.Graph, fx.Node] = {}  # of the regions that the weights enter
     while frontier and len(seen) < 64:
         node = frontier.pop()
         for user in readers(node):
             op = read(user)
+            further: Sequence[fx.Node] = entered(user, node)
+            calls |= {each.graph: user for each in further}
             if user.op == "output":
-                frontier += [each for each in outside(node) if each not in seen]
-                seen.update(frontier)
-            if op is None or user in seen:
+                further = left(node, [calls[node.graph]]) if node.graph in calls else outside(node)
+            frontier += [each for each in further if each not in seen]
+            seen.update(frontier)
+            if op is None or user in seen or (user.graph is start.graph and user < start):
                 continue
             if op.name in PRODUCTS | ADDING | torch_ops.UNREAD_PRODUCTS | {"embedding_bag"}:
                 return True
@@ -100,14 +111,12 @@ def reaches_product(
                 return True
             if op.name == "sum" and (_is_wider(node, start) or _is_weighted(op, start)):
                 return True
-            target = _written_with(op, node)  # such as the band of a convolution as a matrix
-            if target is not None:
-                whole = memory_chain(target)[-1]
-                seen.add(whole)
-                frontier.append(whole)
             if op.name in _PARTS or node in parts:
                 parts.add(user)
             passes = op.name in _BETWEEN or permutation(op) is not None or _keeps_shape(node, user)
+            further = _written_with(op, node, passes)
+            seen.update(further)
+            frontier += further
             if passes or (op.name == "sum" and node in parts):
                 seen.add(user)
                 frontier.append(user)
@@ -115,11 +124,16 @@ def reaches_product(
     return any({op.input, op["other"]} <= parts and _is_wider(op.node, start) for op in sums)
 
 
-def _written_with(op: torch_ops.Op, value: fx.Node) -> fx.Node | None:
-    """What an operation copies a value into, whole or in part."""
+def _written_with(op: torch_ops.Op, value: fx.Node, passes: bool) -> list[fx.Node]:
+    """What made the memory that an operation copies a value into, such as the band of a matrix.
+
+    Args:
+        passes: whether the results of the operation are weights as well, which it may write (`out=`).
+    """
     place = {"copy": 1, "setitem": 2}.get(op.name, 0)
     target = op.rest[0] if place and op.rest[place : place + 1] == (value,) else None
-    return target if isinstance(target, fx.Node) else None
+    given = [each for each in (target, op["out"] if passes else None) if isinstance(each, fx.Node)]
+    return [memory_chain(each)[-1] for each in given]
 
 
 def _factors(op: torch_ops.Op) -> tuple[Any, ...]:

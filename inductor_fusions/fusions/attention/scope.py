@@ -10,12 +10,13 @@ from typing import Any
 from torch import fx
 
 from ... import fusion
-from ..._inductor import fake_mode_of, is_body, is_forward_of_function, records_gradients, results_of
+from ..._inductor import fake_mode_of, is_body, records_gradients
 from ...effects import modes
 from ...effects.derivatives import Derivatives, takes_gradient
 from ...effects.inplace import arguments, inputs
 from ...fusion import Candidate, Rejected
 from ...graph import torch_ops
+from ...graph.regions import left
 from ...layouts.copies import even
 from ...layouts.keeping import Keeping
 from ...layouts.leaving import settle
@@ -89,10 +90,7 @@ class Scope(fusion.Scope):
         """What holds a result of this graph, or of one around it, in the graph that runs it."""
         if self.around is None or node.graph is not self.graph:
             return [] if self.around is None else self.around.outside(node)
-        results = results_of(self.graph, is_forward_of_function(self.graph))
-        places = [at for at, each in enumerate(results) if each is node]
-        users = [user for call in self.calls for user in call.users if user.target is operator.getitem]
-        return [user for user in users if user.args[1] in places]
+        return left(node, self.calls)
 
     def finish(self) -> Iterator[Candidate]:
         """Candidates that restore the strides of what leaves the graph and branches of a `cond`."""

@@ -98,6 +98,10 @@ def softmax_at(weights: fx.Node) -> Softmax:
     """
     op = read(weights)
     assert op is not None
+    if op["out"] is not None:
+        raise Reason.OVERWRITTEN.rejected(
+            "the softmax writes to a given tensor (out=)", "torch.softmax without out="
+        )
     if op.name in SOFTMAXES:
         dims = reduced(op)[0] or (None,)
         return Softmax(weights, op.input, weights, dims[0], factor=-1.0 if op.name == "softmin" else 1.0)

@@ -143,6 +143,24 @@ def linear_attention_features_first_by_elu(q: Any, k: Any, v: Any) -> Any:
     return torch.einsum("bhde,bhen->bhdn", torch.einsum("bhdn,bhne->bhde", v, k), q)
 
 
+@form(*((2, 4, 8, 13),) * 3, fused=0, reasons=("linear attention",))
+def linear_attention_transposed_behind_the_function(q: Any, k: Any, v: Any) -> Any:
+    """EfficientViT."""
+    out = F.pad(v, (0, 0, 0, 1), value=1.0) @ F.relu(k).transpose(-1, -2) @ F.relu(q)
+    return out[:, :, :-1] / (out[:, :, -1:] + 1e-15)
+
+
+@form(*((2, 4, 8, 13),) * 3, fused=0, reasons=("linear attention",))
+def linear_attention_all_features_first(q: Any, k: Any, v: Any) -> Any:
+    states = torch.einsum("bhen,bhdn->bhed", v, k.relu())
+    return torch.einsum("bhed,bhdn->bhen", states, q.relu())
+
+
+@form(*((2, 4, 8, 13),) * 3, fused=0, reasons=())
+def matrices_of_no_linear_attention(q: Any, k: Any, v: Any) -> Any:
+    return v @ F.relu(k).mT @ q
+
+
 @form((2, 4, 5, 13), (2, 4, 13, 3), (2, 4, 3, 13), fused=0, reasons=())
 def low_rank_of_each_head(x: Any, a: Any, b: Any) -> Any:
     return F.relu(x) @ a @ b

@@ -148,12 +148,13 @@ def _is_outer(node: Any) -> bool:
 def _sums_tokens(node: Any, other: Any) -> bool:
     """Whether a node is a product of keys and values, which sums over their tokens: `k.mT @ v`.
 
-    Or `v @ k`, times queries, where v and they have their features in front of as many tokens (Sana).
+    Or `v @ k`, times queries, where v and they have their features in front of as many tokens (Sana), and
+    perhaps the keys as well: `v @ k.mT` (EfficientViT).
     Functions of queries and keys tell it from `x @ a @ b` of a low rank.
     """
     op = _made_by(node)
     found = None if op is None or op.name not in PRODUCTS - {"linear"} else equation_of(op)
-    if op is None or found is None or not found.keeps_last[1] or len(found.summed) != 1:
+    if op is None or found is None or found.keeps_last == [True, False] or len(found.summed) != 1:
         return False
     if min(len(found.first), len(found.second)) < 3 or any(map(_is_softmax, (found.left, found.right))):
         return False

@@ -151,6 +151,17 @@ class ChoiceOfExperts(nn.Module):
         return einsum("bne,bnef->bnf", self.router(x).softmax(-1), einsum("bnd,edf->bnef", x, experts))
 
 
+@form((4, 9), fused=0, reasons=())
+def entropy_of_a_categorical(logits: Any) -> Any:
+    """It multiplies the probabilities by their logarithms, which it clamps: no weights and values."""
+    return torch.distributions.Categorical(logits=logits, validate_args=False).entropy().mean()
+
+
+@form((4, 9), (4, 9), fused=0, reasons=("no-product",))
+def pooling_of_clamped_values(logits: Any, values: Any) -> Any:
+    return (logits.softmax(-1) * values.clamp(min=0)).sum(-1)
+
+
 class Memory(nn.Module):
     """Keys and values of a memory are the weights of two linears."""
 

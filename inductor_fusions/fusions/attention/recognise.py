@@ -175,7 +175,7 @@ def _is_weighted(op: torch_ops.Op, start: fx.Node) -> bool:
                 return False
             if by is not None and by.name in _LOGARITHMS:
                 return False
-            if by is None or by.name not in CASTS | {"add", "sub", "mul", "div"}:
+            if by is None or by.name not in CASTS | {"add", "sub", "mul", "div", "clamp", "clamp_min"}:
                 break
             side = by.input
     return reduced(softmax)[0] == reduced(op)[0]

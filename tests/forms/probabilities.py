@@ -191,7 +191,35 @@ def logits_by_masked_select(h: Any, w: Any, y: Any) -> Any:
     return (logits.logsumexp(-1) - logits.masked_select(chosen)).mean()
 
 
-@form((24, 32), (80, 32), left=(1, 1), silent="linear_cross_entropy")
+@form((24, 32), (80, 32), left=(1, 1), reasons=("the graph returns",) * 2)
 def log_probabilities_that_are_returned(h: Any, w: Any) -> Any:
+    """A language model, whose loss is elsewhere."""
+    return F.log_softmax(F.linear(h, w), -1)
+
+
+@form((2, 12, 32), (80, 32), left=(1, 1), reasons=("the graph returns",) * 2)
+def log_probabilities_of_steps_in_front(h: Any, w: Any) -> Any:
+    return F.log_softmax(F.linear(h, w), -1).transpose(0, 1)
+
+
+@form((24, 32), (10, 32), left=(1, 1), silent="linear_cross_entropy")
+def log_probabilities_of_few_classes(h: Any, w: Any) -> Any:
     """A classifier, whose loss is elsewhere."""
     return F.log_softmax(F.linear(h, w), -1)
+
+
+@form((24, 32), (80, 32), left=(1, 1), silent="linear_cross_entropy")
+def logits_that_are_returned(h: Any, w: Any) -> Any:
+    logits = F.linear(h, w)
+    return logits, logits.softmax(-1)
+
+
+def labels() -> torch.Tensor:
+    return torch.arange(1, 9).view(2, 4)
+
+
+@form((12, 2, 32), (80, 32), labels, left=(1, 1), reasons=("the graph returns",) * 2)
+def connectionist_temporal_classification(h: Any, w: Any, y: Any) -> Any:
+    """The graph ends in front of `ctc_loss`."""
+    lengths = torch.tensor([12, 12]), torch.tensor([4, 4])
+    return F.ctc_loss(F.linear(h, w).float().log_softmax(-1), y, *lengths)

@@ -28,7 +28,7 @@ from ...graph.torch_ops import CASTS, VIEWS, forms, read, reads_metadata
 from ...layouts.keeping import Keeping
 from ...operands import check_kind, profitable, requires_grad, tensor, text, tokens_of, value
 from ...reasons import Reason
-from . import emit, recognise, statistics
+from . import emit, other_losses, recognise, statistics
 from .recognise import LossSite, Unsupported
 
 __all__ = ["FUSION"]
@@ -355,10 +355,10 @@ def look_for_logits_of_labels(scope: DynamoScope, match: Match) -> Candidate | N
     return None if found is None else LossHead(scope, found)
 
 
-@FUSION.anchor(recognise.targets_of_others)
+@FUSION.anchor(other_losses.targets)
 def look_out(scope: DynamoScope, match: Match) -> Candidate | None:
     """A softmax of logits that no supported loss reads."""
-    found = recognise.unsupported(match.output_node())
+    found = other_losses.unsupported(match.output_node())
     if found is None or statistics.is_reported(found.loss):
         return None
     return Reported(found.loss, found.why)

@@ -152,6 +152,7 @@ def _written_by_bodies(node: fx.Node) -> list[fx.Node]:
 
 
 def graph_of(attribute: fx.Node) -> fx.Graph | None:
+    """The graph that an attribute holds, as a higher-order operation is given it; None if it holds none."""
     found: Any = attribute.graph.owning_module
     for name in str(attribute.target).split("."):
         found = getattr(found, name, None)

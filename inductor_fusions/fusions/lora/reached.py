@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._inductor import is_backward, remembered
+from ..._inductor import is_backward, known_true, remembered
 from ...block_mm import guards
 from ...graph.additions import added_matrix, additions_behind, has_size_of, is_sum, summands
-from ...graph.products import CASTS, DIV, MUL, RESHAPES, is_floating, product, scaled, users_behind
+from ...graph.products import CASTS, DIV, MUL, RESHAPES, is_floating, kind, product, scaled, users_behind
+from ...graph.search import reached
 from ...operands import tensor, value
 from ...reasons import Reason, Said
 from .adapters import adapter_of, step, times_tensor, weighted
@@ -24,6 +25,10 @@ aten = torch.ops.aten
 NO_PRODUCT = Reason.NO_BASE("the adapter is not added to a product that only this sum reads")
 #: Also of one whose base has no gradient of the input.
 GRADIENT = Reason.NO_BASE("the two products are those of a gradient, and no base is added to it")
+
+
+#: How many nodes behind an adapter with several readers may lead to a sum.
+_MOST_BEHIND = 32
 
 
 @remembered(spreads=lambda node: True)
@@ -65,17 +70,27 @@ def alone(up: fx.Node) -> Said:
     # Several may read it behind a view: the gradient of a factor does as well.
     if is_backward(up.graph) and not additions_behind([up, *users_behind(up, RESHAPES | CASTS)]):
         return GRADIENT
-    node = up
+    node, saved = up, False
     for _ in range(8):
         if not node.users:
             return Reason.NO_BASE("nothing reads the result of the two products")
-        if len(node.users) != 1:
-            return _read_elsewhere(node)
-        (user,) = node.users
-        if user.op == "output":
+        # The graph returns it for the backward as well, or to its caller.
+        readers = [user for user in node.users if user.op != "output"]
+        if not readers:
             return Reason.NO_BASE("this graph returns the result of the two products as it is")
+        if len(readers) != 1 or (len(node.users) != 1 and is_added_to_product(readers[0])):
+            return _read_elsewhere(node)
+        (user,) = readers
+        saved |= len(node.users) != 1
         by = _other_factor(user, node)
-        if by is not None and times_tensor(user) is None and weighted(user) is None:
+        # `weighted` reads no product that is saved.
+        is_smaller = by is not None and known_true(value(by).numel() < value(user).numel())
+        if (
+            by is not None
+            and times_tensor(user) is None
+            and weighted(user) is None
+            and not (saved and is_smaller)
+        ):
             how = "divided" if user.target in DIV else "multiplied"
             if not additions_behind([user]):
                 return Reason.NO_BASE(
@@ -111,13 +126,24 @@ def alone(up: fx.Node) -> Said:
 
 
 def _read_elsewhere(node: fx.Node) -> Said:
-    """The other readers of the result of an adapter, if one of them adds it to a product."""
-    if not any(is_added_to_product(user) for user in node.users):
+    """The readers of the result of an adapter, if a product is added to it, or to a function of it."""
+    if not any(is_added_to_product(user) for user in node.users) and not _is_added_later(node):
         # Who reads it is not said: a function such as softplus may be several operations here.
         return Reason.NO_BASE("no product of a base is added to the result of the two products")
     scaled_by = any(_other_factor(user, node) is not None for user in node.users)
     reason = "the gradient of a factor" if scaled_by else "the backward"
     return guards.read_elsewhere("the result of the adapter", node.users, reason)
+
+
+def _is_added_later(node: fx.Node) -> bool:
+    """Whether a product is added to what is computed of a node, without another product of that."""
+
+    def behind(each: fx.Node) -> Iterable[fx.Node]:
+        return () if each is not node and kind(each).kernel else each.users
+
+    inside = set(reached([node], behind, _MOST_BEHIND))
+    terms = (x for each in inside for x, _ in summands(each) if isinstance(x, fx.Node) and x not in inside)
+    return any(map(leads_to_products, terms))
 
 
 def adds_pairs(top: fx.Node) -> bool:

@@ -16,7 +16,6 @@ from ...graph.additions import additions_behind, is_sum, summands
 from ...graph.products import (
     CASTS,
     RESHAPES,
-    batched_linear,
     identity,
     is_pointwise,
     multiplied,
@@ -342,9 +341,6 @@ def _reason(base: Any, up: Any) -> str:
     p = product(up)
     if p is not None:
         down = core_of(p.a)
-        both = [batch[0] for x in (base, down) if (batch := batched_linear(x)) is not None]
-        if len(both) == 2 and identity(both[0]) == identity(both[1]) and is_low_rank(value(down).shape[-1]):
-            return guards.BATCHED_LINEAR
         found = _is_embedding(base) and _is_embedding(down) and base.args[1] is down.args[1]
         return EMBEDDING if found and is_low_rank(value(down).shape[-1]) else ""
     if not _is_convolution(base) or not _is_convolution(up):

@@ -1,5 +1,5 @@
-"""Reports adapters that the kernels do not take: of a high or symbolic rank, of blocks of columns, and of
-transposed inputs.
+"""Reports adapters that the kernels do not take: of a high or symbolic rank, of blocks of columns, of
+transposed inputs, of some of the tokens, and of a sum of narrow products.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import fx
 
-from ..._inductor import hint, known_true
+from ..._inductor import hint, is_backward, known_true
 from ...block_mm import guards
 from ...fusion import Candidate, LeftToStock, Reported
-from ...graph.additions import added_matrix, additions_behind
-from ...graph.products import Product, multiplied, product
+from ...graph.additions import added_matrix, additions_behind, summands
+from ...graph.products import Product, batched_linear, is_floating, multiplied, product
 from ...graph.search import computed_of
 from ...operands import value
 from ...reasons import Reason
@@ -28,6 +28,10 @@ BLOCKS = Reason.SHAPES(
 TRANSPOSED = Reason.LAYOUT(
     "A and B multiply the transposed input from the left, and the kernels multiply the input from the right"
 )
+SUM = Reason.LIMIT(
+    "B multiplies a sum or a difference of narrow products (as in LoReFT), and the kernels support "
+    "one A for each B"
+)
 #: The most nodes between the input of a linear and a product of blocks of its columns.
 _MOST_BETWEEN = 48
 
@@ -38,6 +42,8 @@ def candidates(products: Sequence[Product]) -> Iterator[Candidate]:
         yield from _wide(up)
         yield from _transposed(up)
         yield from _of_blocks(up)
+        yield from _of_sum(up)
+        yield from _of_rows_apart(up)
 
 
 def _wide(up: Product) -> Iterator[Candidate]:
@@ -100,6 +106,38 @@ def _of_blocks(base: Product) -> Iterator[Candidate]:
         more = known_true(value(up.node).shape[0] > rows) and known_true(value(up.node).numel() == size)
         if more and up.inner <= MOST_RANK and _is_of(up.a, source(base.a).base):
             yield Reported(top, LeftToStock(BLOCKS), {"adapter": guards.text(up.node)})
+
+
+def _of_sum(up: Product) -> Iterator[Candidate]:
+    """An adapter whose B multiplies a sum of products of low rank, added to a linear on an input of these, or
+    to that input. In a backward, adapters that share A have such a sum.
+    """
+    core = core_of(up.a)
+    if not isinstance(core, fx.Node) or not summands(core) or is_backward(up.node.graph):
+        return
+    rank, columns = value(up.a).shape[1], value(up.node).shape[1]
+    if not is_low_rank(rank, columns):
+        return
+    inputs = [down.a for down in _products_in(core) if is_low_rank(rank, down.inner)]
+    tops = [_sum_with_base(up, x) or _sum_with(up, x) for x in inputs] if len(inputs) > 1 else []
+    if (top := next(filter(None, tops), None)) is not None:
+        yield Reported(top, LeftToStock(SUM), {"adapter": guards.text(up.node)})
+
+
+def _sum_with(up: Product, x: fx.Node) -> fx.Node | None:
+    """A sum that an adapter and the input x are terms of."""
+    tops = additions_behind([up.node, *up.node.users])
+    own = ((top, [origin(term) for term in terms_of(top) if is_floating(term)]) for top in tops)
+    return next((top for top, terms in own if origin(x) in terms), None)
+
+
+def _of_rows_apart(up: Product) -> Iterator[Candidate]:
+    """An adapter of some of the tokens: its A is a batch of products, as their rows are apart in memory."""
+    down = core_of(up.a)
+    batch = batched_linear(down)
+    if batch is not None and is_low_rank(*value(batch[1]).shape[::-1], value(up.node).shape[1]):
+        why = LeftToStock(guards.BATCHED_LINEAR, "contiguous() on the input")
+        yield Reported(up.node, why, {"adapter": guards.text(up.node)})
 
 
 def _is_of(node: fx.Node, origin: fx.Node) -> bool:

@@ -1,8 +1,8 @@
 """Slices of a product's columns, as products with slices of its weight.
 
 Gate and up are often one linear whose result is split again: by `chunk` or `split`, by slices, every second
-column, as rows of a view, also permuted, or as parts of an einsum. The bias may be an addition by itself,
-also of a linear that is not taken apart.
+column, as rows of a view, also permuted, or as parts of an einsum. Other columns may be overwritten before.
+The bias may be an addition by itself, also of a linear that is not taken apart.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ..graph.builder import Builder
-from ..graph.concatenation import joined
+from ..graph.concatenation import before_writes, joined
 from ..graph.dims import Selection, selection
 from ..graph.products import RESHAPES, SPLITS, VIEWS, Product, product, same_sizes
 from ..operands import tensor, value
@@ -135,8 +135,9 @@ def _selected(taken: Selection, depth: int) -> Columns | None:
         return None
     if type(part) is int:
         return _of_rows(taken.source, dim, part, depth)
-    inside = _columns(taken.source, depth - 1) if dim == last and isinstance(part, slice) else None
-    if inside is None or inside.count != value(taken.source).shape[-1]:  # columns of heads
+    source = before_writes(taken)
+    inside = _columns(source, depth - 1) if dim == last and isinstance(part, slice) else None
+    if inside is None or inside.count != value(source).shape[-1]:  # columns of heads
         return None
     if not all(each is None or type(each) is int for each in (part.start, part.stop, part.step)):
         return None

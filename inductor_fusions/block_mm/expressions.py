@@ -36,9 +36,9 @@ class Expressions:
 
     An expression is a number, the node of a product or of columns of one, or a tuple ("mul" | "add", sorted
     operands) or ("recip" | "relu" | "erf" | "tanh" | "exp", operand). Products and sums are flat. Reshapes
-    fall away, a `cat` whose operands are taken out again, and casts to the dtype of the products, to that of
-    the expression, or to one that holds either: what they round is kept exact. There is no expression of
-    other casts, such as to float8 and back.
+    fall away, a `cat` or a write whose operands are taken out again, and casts to the dtype of the products,
+    to that of the expression, or to one that holds either: what they round is kept exact. There is no
+    expression of other casts, such as to float8 and back.
     """
 
     def __init__(self) -> None:

@@ -182,6 +182,7 @@ def _side(argument: Any) -> _Side | None:
             waiting.append(node.args[0])
         else:
             side.mixed |= node.target is not _NUMBER
+            waiting += node.args[:1] if node.target is aten.slice_scatter.default else []
     return side
 
 

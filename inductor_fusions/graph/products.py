@@ -75,15 +75,18 @@ def operands_of(products: Iterable[Product]) -> list[fx.Node]:
 
 
 class Kind(NamedTuple):
-    """Whether an operation is a view, a split, pointwise, or a kernel, whatever its arguments are."""
+    """Whether an operation is a view, a split, pointwise, a kernel, or an attention (forward), whatever its
+    arguments are.
+    """
 
     view: bool
     split: bool
     pointwise: bool
     kernel: bool
+    attention: bool
 
 
-_NO_CALL = Kind(False, False, False, False)
+_NO_CALL = Kind(False, False, False, False, False)
 #: By the id of a target: the hash of an operator is computed in Python.
 _KINDS: dict[int, tuple[Any, Kind]] = {}
 
@@ -92,8 +95,10 @@ def _kind_of(target: Any) -> Kind:
     pointwise = torch.Tag.pointwise in getattr(target, "tags", ()) or target in CASTS
     space = getattr(target, "namespace", "")
     own = space not in ("aten", "prims", "_operator")
-    kernel = target in _KERNELS or own or "scaled_dot" in str(target)
-    return Kind(target in VIEWS, target in SPLITS, pointwise, kernel)
+    name = str(target)
+    kernel = target in _KERNELS or own or "scaled_dot" in name
+    attention = kernel and "attention" in name and "backward" not in name
+    return Kind(target in VIEWS, target in SPLITS, pointwise, kernel, attention)
 
 
 def kind(node: fx.Node) -> Kind:

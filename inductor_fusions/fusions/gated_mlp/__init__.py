@@ -41,6 +41,7 @@ from ...graph.products import (
 )
 from ...operands import holds, tensor, value
 from ...reasons import Reason, Said
+from .joined import of_joined
 from .unsupported import MOST_STEPS, PRODUCTS, factors_of, may_be_gated, of_glu, share_input
 from .unsupported import other as other_pair
 
@@ -259,7 +260,8 @@ def read(scope: Scope, matches: Sequence[Match]) -> Iterator[Candidate]:
                 continue
             seen.add(root)
             expression, multiplies = _expression(root, expressions), root.target in PRODUCTS
-            found, other = _read(expression), other_pair(root, expressions) if multiplies else None
+            found = _read(expression)
+            other = (other_pair(root, expressions) or of_joined(root)) if multiplies else None
             among = _among_others(root, expressions) if found is None and multiplies else None
             if found is not None:
                 known.add(frozenset(leaves(expression)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from ...graph.products import (
     VIEWS,
     identity,
     is_pointwise,
+    kind,
     product,
     same_sizes,
     through,
@@ -45,8 +46,9 @@ _OF_LINEARS = Reason.LIMIT(
     "supports one linear each"
 )
 _OF_ANOTHER = Reason.INPUTS(
-    "the gate, or what it multiplies, is no linear of the input of the other one, but a further product or "
-    "convolution of what is computed of such a linear (as in a spatial gating unit)"
+    "the gate, or what it multiplies, is no linear of the input of the other one, but computed of a further "
+    "product or convolution of what is computed of such a linear (as in a spatial gating unit, or a gate "
+    "behind an attention)"
 )
 _OF_OTHERS = Reason.INPUTS(
     "functions of two linears of different inputs are multiplied, so one kernel saves no reads, and each "
@@ -66,7 +68,7 @@ _EXPAND, _NUMBER = aten.expand.default, aten.full.default
 
 
 @dataclass
-class _Side:
+class Side:
     """What one factor of a product is computed of.
 
     Attributes:
@@ -95,8 +97,14 @@ class _Side:
 def other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], Said] | None:
     """The two linears of what looks like a gated pair, and why they are left."""
     factors = factors_of(root)
-    read = [_side(argument) for argument in factors]
+    read = [side_of(argument) for argument in factors]
     sides = [side for side in read if side is not None and len(side.ends) == 1]
+    if len(sides) == 1:  # what the linear reads may be added to the other factor, as a residual
+        inputs = {through(x, RESHAPES | CASTS) for x in sides[0].end.all_input_nodes}
+        read = [
+            side if side is sides[0] else side_of(x, inputs) for side, x in zip(read, factors, strict=True)
+        ]
+        sides = [side for side in read if side is not None and len(side.ends) == 1]
     if len(sides) != 2:
         return None
     ends = [side.end for side in sides]
@@ -111,8 +119,10 @@ def other(root: fx.Node, expressions: Expressions) -> tuple[frozenset[fx.Node], 
         shapes = [value(argument).shape for argument in factors]
         plain = not any(side.mixed for side in sides)
         of_another = any(_is_of(one, another) for one, another in (ends, ends[::-1]))
-        if plain and same_sizes(*shapes) and of_another:
+        if (plain or any(side.bends for side in sides)) and same_sizes(*shapes) and of_another:
             return pair, _OF_ANOTHER
+        if any(map(_is_attention, ends)):
+            return None
         # Linears of different inputs are multiplied for many reasons, unless both pass through a function.
         if all(side.bends for side in sides):
             return pair, _OF_ANOTHER if of_another else _OF_OTHERS
@@ -150,9 +160,13 @@ def of_glu(call: fx.Node) -> Said | None:
     return CONVOLUTION if whole.target in _CONVOLUTION else None
 
 
-def _side(argument: Any) -> _Side | None:
-    """Walk from a factor up to the products that it is computed of; None where that is too far."""
-    side, waiting, seen = _Side(), [argument], set[fx.Node]()
+def side_of(argument: Any, others: Collection[fx.Node] = ()) -> Side | None:
+    """Walk from a factor up to the products that it is computed of; None where that is too far.
+
+    Args:
+        others: tensors that take part in it, whatever they are computed of.
+    """
+    side, waiting, seen = Side(), [argument], set[fx.Node]()
     while waiting and len(side.ends) < 2:
         node = waiting.pop()
         if not isinstance(node, fx.Node) or node in seen:
@@ -160,7 +174,9 @@ def _side(argument: Any) -> _Side | None:
         seen.add(node)
         if len(seen) > MOST_STEPS:
             return None
-        if product(node) is not None or columns(node) is not None or _of_many(node) is not None:
+        if node in others:
+            side.mixed = True
+        elif product(node) is not None or columns(node) is not None or _of_many(node) is not None:
             side.ends.add(node)
         elif node.target in RESHAPES or _is_turned_batch(node):
             waiting.append(node.args[0])
@@ -280,11 +296,17 @@ def _beside(factor: fx.Node) -> set[fx.Node] | None:
 
 
 def _of_many(node: fx.Node) -> fx.Node | None:
-    """The product of many matrices, or the convolution, that a node has all columns of, or some."""
+    """The product of many matrices, convolution or attention that a node has all columns of, or some."""
     while node.target in _PARTS or (node.target is aten.add.Tensor and not _is_plain(node)):
         (node, *_) = node.all_input_nodes
     many = (aten.bmm.default, aten.baddbmm.default, *_GROUPED, *_CONVOLUTION)
-    return node if node.target in many else None
+    return node if node.target in many or kind(node).attention else None
+
+
+def _is_attention(node: fx.Node) -> bool:
+    """Whether a node is the result of an attention, or some of it."""
+    whole = _of_many(node)
+    return whole is not None and kind(whole).attention
 
 
 def _is_plain(node: fx.Node) -> bool:
@@ -324,6 +346,8 @@ def _inputs(side: fx.Node) -> set[Any]:
         return {identity(found.base.a if isinstance(found, Columns) else found.a)}
     source = apart or whole
     assert source is not None
+    if kind(source).attention:
+        return set()
     if source.target in _CONVOLUTION:
         return {identity(source.all_input_nodes[0])}
     operands = source.args[:2] if source.target in _GROUPED else source.args[-2:]

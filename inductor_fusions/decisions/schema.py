@@ -1,4 +1,4 @@
-"""Checks of the columns of tables."""
+"""Checks of the columns of tables; dtypes, and sizes of tiles, that count as one in them."""
 
 from __future__ import annotations
 

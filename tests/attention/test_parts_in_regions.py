@@ -159,3 +159,16 @@ def test_given_memory_read_before() -> None:
         return result, scores.log()
 
     assert not capture(fn, *qkv(9, 9, grad=False)).sites
+
+
+def test_memories_that_hold_each_other() -> None:
+    """Weights are written into a tensor and that into them: the search for a product ends."""
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        found = weights(q, k)
+        held = torch.empty_like(found)
+        held[:] = found
+        found[:] = held
+        return found.log()
+
+    assert not capture(fn, *qkv(9, 9, grad=False)).sites

@@ -102,7 +102,7 @@ def reaches_product(
             if user.op == "output":
                 further = left(node, [calls[node.graph]]) if node.graph in calls else outside(node)
             frontier += [each for each in further if each not in seen]
-            seen.update(frontier)
+            seen.update(further)
             if op is None or user in seen or (user.graph is start.graph and user < start):
                 continue
             if op.name in PRODUCTS | ADDING | torch_ops.UNREAD_PRODUCTS | {"embedding_bag"}:
@@ -115,8 +115,8 @@ def reaches_product(
                 parts.add(user)
             passes = op.name in _BETWEEN or permutation(op) is not None or _keeps_shape(node, user)
             further = _written_with(op, node, passes)
+            frontier += [each for each in further if each not in seen]
             seen.update(further)
-            frontier += further
             if passes or (op.name == "sum" and node in parts):
                 seen.add(user)
                 frontier.append(user)

@@ -17,7 +17,8 @@ from ..._inductor import known_true
 from ...effects.liveness import readers
 from ...fusion import Rejected
 from ...graph.dims import SELECTS, is_over_last
-from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, forms, read
+from ...graph.search import reached
+from ...graph.torch_ops import CASTS, COPIES, TRANSPOSES, VIEWS, Op, forms, read, readers_named
 from ...operands import same_shape, tensor
 from ...reasons import Reason
 from .logits import product_of, walk
@@ -46,6 +47,8 @@ _POINTWISE = (
     frozenset("mul div add sub neg sigmoid clamp masked_fill masked_select where max amax detach".split())
     | _WHOLE
 )
+#: How many views and casts of a value are looked at.
+_MOST_VIEWS = 32
 _RETURNED = Reason.LOSS(
     "the graph returns the log_softmax of a linear's result, perhaps at a graph break, and only losses of "
     "one label for each row are fused"
@@ -152,11 +155,8 @@ def _is_of_head(op: Op, linear: fx.Node) -> bool:
 
 def _leaves(node: fx.Node) -> bool:
     """Whether the graph returns all of a value, perhaps as a view or a cast."""
-    for user in readers(node):
-        op = read(user)
-        if user.op == "output" or (op is not None and op.name in _WHOLE and _leaves(user)):
-            return True
-    return False
+    views = reached([node], lambda each: readers_named(each, _WHOLE), _MOST_VIEWS)
+    return any(user.op == "output" for each in views for user in readers(each))
 
 
 def _is_returned(op: Op) -> bool:
